@@ -117,8 +117,12 @@ RULES = {
     "worker/doors": Rule(
         WORLD | GRPC,
         {
+            "worker/doors/block_follower.py": (IO | GRPC, EVENT_LOOP),
             "worker/doors/door_adapter.py": (WORLD | GRPC, SERVES),
-            "worker/doors/door_call.py": (WORLD | GRPC, EVENT_LOOP),
+            "worker/doors/door_call.py": (IO | GRPC, EVENT_LOOP),
+            "worker/doors/openengine_responses.py": (GRPC, STATUS),
+            "worker/doors/openengine_service.py": (WORLD | GRPC, SERVES),
+            "worker/doors/served_doors.py": (GRPC, SERVES),
         },
     ),
     "worker/config": Rule(

@@ -41,6 +41,8 @@ from common.version import fissile_version
 from worker.config.engine_config import with_special_tokens
 from worker.config.model_config import ModelConfig, ModelError
 from worker.config.vector_config import checkpoint_pooling, relevance_tokens
+from worker.doors.door_adapter import DoorAdapter
+from worker.doors.served_doors import SERVED_DOORS
 from worker.engine.core import EngineCore
 from worker.engine_factory import EngineOptions, build_engine
 from worker.progress import StartProgress
@@ -77,7 +79,8 @@ class WorkerOptions:
         tls: of its port; None is plain text.
         access: admits or refuses every call; None admits all.
         health_port: of health in plain text; 0 for any free one, None for no such port.
-        metrics_port: of metrics for scrapers; likewise.
+        metrics_port: of metrics for scrapers; 0 for any free one, None for no such port.
+        doors: engine protocols of other projects that its port serves too (`SERVED_DOORS`).
     """
 
     config: Config
@@ -94,6 +97,7 @@ class WorkerOptions:
     access: PeerAccess | None = None
     health_port: int | None = None
     metrics_port: int | None = None
+    doors: tuple[str, ...] = ()
 
 
 class Worker:
@@ -116,7 +120,7 @@ class Worker:
         self._model_config = ModelConfig.from_folder(options.config.model)
         self._config = with_special_tokens(options.config, self._model_config)
         files = tokenizer_files(options.config.model)
-        _check_text_files(files)
+        tokenizer = _checked_tokenizer(files)
         self._loaded = self._first_facts = _first_facts(options, self._config, self._model_config, files)
         self._tracing = setup_tracing("fissile-worker", self._loaded.instance_id)
         is_scraped = options.metrics_port is not None
@@ -124,7 +128,7 @@ class Worker:
         self.server = GrpcServer(
             options.host,
             options.port,
-            [SERVICE],
+            [SERVICE, *(name for door in options.doors for name in SERVED_DOORS[door].services)],
             tls=options.tls,
             access=options.access,
             health_port=options.health_port,
@@ -134,6 +138,9 @@ class Worker:
         self._core: EngineCore | None = None
         self.engine = EngineLoop()
         self.service = WorkerService(self._loaded, files, self.engine, self._tracing)
+        self._adapter = None
+        if options.doors:
+            self._adapter = DoorAdapter(self.service, self.engine, tokenizer, self._config, self._model_config, files)
 
     async def start(self) -> None:
         """Listens, and begins to load the model on the engine thread.
@@ -143,6 +150,9 @@ class Worker:
             TlsError: the certificate cannot be used.
         """
         add_WorkerServiceServicer_to_server(self.service, self.server.server)
+        if self._adapter is not None:
+            for door in self._options.doors:
+                SERVED_DOORS[door].add(self._adapter, self.server.server)
         await self.server.start()
         worker_id = self._options.worker_id or f"{socket.gethostname()}-{self.server.port}"
         self._loaded = self._first_facts = self.service.facts = replace(self._loaded, worker_id=worker_id)
@@ -304,14 +314,16 @@ class Worker:
         }
 
 
-def _check_text_files(files: Mapping[str, bytes]) -> None:
+def _checked_tokenizer(files: Mapping[str, bytes]) -> Tokenizer:
     """Reads a model's tokenizer files as every router will: a worker that none can use is not to begin.
 
     Raises:
         TokenizerError: one cannot be used.
     """
     read_json(files, "generation_config.json")
-    ChatTemplate.from_tokenizer(Tokenizer.from_files(files))
+    tokenizer = Tokenizer.from_files(files)
+    ChatTemplate.from_tokenizer(tokenizer)
+    return tokenizer
 
 
 def _first_facts(

@@ -1,4 +1,4 @@
-"""Names that options share with key files, logs and metrics: priority classes and log levels."""
+"""Names that options share with key files, logs and metrics: priority classes, log levels and engine protocols."""
 
 from __future__ import annotations
 
@@ -7,5 +7,7 @@ from typing import Final
 
 PRIORITIES: Final[Mapping[str, int]] = {"low": 1, "normal": 2, "high": 3}
 """Priority classes, with the numbers of the protos' Priority."""
+DOORS: Final = ("openengine",)
+"""Engine protocols of other projects that workers can serve."""
 LEVELS: Final = ("debug", "info", "warning", "error")
 """Log levels, the most verbose first."""

@@ -33,6 +33,7 @@ _ENDLESS: Final = (
     "WorkerService/Session",
     "/ServerReflectionInfo",
     "GRPCInferenceService/ModelStreamInfer",
+    "/SubscribeKvEvents",
 )
 _ENOUGH: Final = frozenset(
     {grpc.StatusCode.OK, grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE}

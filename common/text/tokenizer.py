@@ -298,6 +298,10 @@ class Tokenizer:
         """Returns the bytes of each token inside a text, by id."""
         return [self.pieces.inner(id) for id in range(self.vocab_size)]
 
+    def token_text(self, id: int) -> str:
+        """Returns the text of a token inside a text, for display; "" for an unknown id. Special tokens are shown."""
+        return self.added_tokens.get(id) or self._bytes.inner(id).decode("utf-8", "replace")
+
     @property
     def hides_first_space(self) -> bool:
         """True if decoding drops the space of a text's first token, as with SentencePiece."""

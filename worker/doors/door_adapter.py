@@ -22,14 +22,22 @@ from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import grpc
 import structlog
 from fissile.seed import derive_seed
 from fissile.worker.v1 import worker_pb2 as wpb
 
-from common.errors import ApiError, DuplicateRequestError, EngineError, InvalidFieldError, NoOutputHeadError
+from common.config import Config
+from common.errors import (
+    ApiError,
+    DuplicateRequestError,
+    EngineError,
+    InvalidFieldError,
+    NoOutputHeadError,
+    UnknownModelError,
+)
 from common.limits import MAX_ANSWERS, MAX_ENDED_IDS, MAX_REQUEST_ID_BYTES, TOKENIZE_THREADS
 from common.params.pooling import EMBED_PARAMS, LAST, VECTORS, Pooling, Vectors, finished
 from common.telemetry.request_record import current_record
@@ -39,6 +47,7 @@ from common.text.tokenizer import Tokenizer
 from common.wire.heads import OUTPUT_HEAD
 from common.wire.ids import check_id
 from worker.config.model_config import ModelConfig
+from worker.doors.block_follower import BlockFollower
 from worker.doors.door_call import DoorAnswer, DoorCall
 from worker.doors.door_request import AbortResult, DoorLoad, DoorRequest, DoorState, EmbeddingRequest, EngineDoor
 from worker.doors.door_text import DoorText, PreparedRequest, salt_bytes
@@ -67,12 +76,13 @@ class DoorAdapter:
         service: admits direct calls, and knows the worker's state.
         engine: runs the sequences.
         tokenizer: of the model; None without one.
+        config: of the engine; its `model` is the checkpoint's folder.
         model_config: of the model.
         files: the tokenizer's files, by name.
         clock: monotonic seconds.
 
     Attributes:
-        files: as given.
+        config, files: as given.
     """
 
     def __init__(
@@ -80,10 +90,12 @@ class DoorAdapter:
         service: WorkerService,
         engine: EngineLoop,
         tokenizer: Tokenizer | None,
+        config: Config,
         model_config: ModelConfig,
         files: Mapping[str, bytes],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self.config = config
         self.files = files
         self._service = service
         self._engine = engine
@@ -104,6 +116,15 @@ class DoorAdapter:
     def facts(self) -> WorkerFacts:
         """The worker's description; `max_model_len` is 0 until the model is loaded."""
         return self._service.facts
+
+    def check_model(self, model: str) -> None:
+        """Checks a request's model: its name, the checkpoint's folder, or "" for the only one there is.
+
+        Raises:
+            UnknownModelError: another model is named.
+        """
+        if model not in ("", self.facts.model, self.config.model):
+            raise UnknownModelError(model, [self.facts.model])
 
     @property
     def text(self) -> DoorText:
@@ -150,9 +171,10 @@ class DoorAdapter:
 
     # Requests.
 
-    def scope(self, context: Context) -> AbstractAsyncContextManager[None]:
+    def scope(self, context: Context) -> AbstractAsyncContextManager[None, None]:
         """Spans an RPC: counts it for the drain, and turns an ApiError into its status."""
-        return self._service.scope(context)
+        # Its type does not say that no error is swallowed.
+        return cast("AbstractAsyncContextManager[None, None]", self._service.scope(context))
 
     @asynccontextmanager
     async def call(self, door: EngineDoor, request: DoorRequest, context: Context) -> AsyncIterator[DoorCall]:
@@ -195,6 +217,15 @@ class DoorAdapter:
         if not states:
             raise EngineError("the model gives no numbers for this prompt")
         return finished(states, request.dimensions or size, normalize=request.normalize), len(token_ids)
+
+    def follow_blocks(self, start: int, *, wants_snapshot: bool) -> BlockFollower:
+        """A subscriber's view of the cached blocks from batch `start` on; 0 for the next batch.
+
+        Args:
+            start: number of the first wanted batch.
+            wants_snapshot: True to begin with all blocks if `start` is 0.
+        """
+        return BlockFollower(self._engine, start, wants_snapshot=wants_snapshot)
 
     def abort(self, request_id: str) -> AbortResult:
         """Ends a request; its stream ends with finishes of FinishKind.ABORTED."""

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 import grpc
 
 from common.errors import ApiError, ConstraintFailedError
+from common.limits import MAX_MESSAGE_LOGPROBS
 from common.params.sampling_params import SamplingParams
 from common.telemetry.request_record import RequestRecord, RequestTimes
 from common.text.answer_text import AnswerText
@@ -95,8 +96,13 @@ class DoorAnswer:
         """Not called: the call is notified of steps."""
 
     def take(self) -> DoorOutput | None:
-        """The output since the last call; None if there is none."""
+        """The output since the last call, with at most MAX_MESSAGE_LOGPROBS logprobs; None if there is none."""
         output = self._output
+        if len(output.logprobs) > MAX_MESSAGE_LOGPROBS:
+            cut = slice(MAX_MESSAGE_LOGPROBS)
+            part = DoorOutput(output.index, output.token_ids[cut], logprobs=output.logprobs[cut])
+            del output.token_ids[cut], output.logprobs[cut]
+            return part
         output.finish = self.finish
         if not (output.token_ids or output.text or output.finish):
             return None
@@ -271,5 +277,7 @@ def _error_of(end: End) -> ApiError:
     """The error of an answer that did not end by itself."""
     if end.reason is EndReason.CONSTRAINT_FAILED:
         return ConstraintFailedError(end.message)
+    if end.reason is EndReason.ERROR:
+        return ApiError(grpc.StatusCode.ABORTED, end.message or "the engine failed", reason="WORKER_LOST")
     error = failure(end)
     return error if isinstance(error, ApiError) else ApiError(grpc.StatusCode.CANCELLED, "cancelled")

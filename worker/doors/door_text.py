@@ -53,7 +53,6 @@ class DoorText:
             facts.eos_token_ids,
             serves_grammars=bool(facts.grammar_engine),
         )
-        self._token_texts: list[str] = []
 
     @staticmethod
     def is_quick(request: DoorRequest) -> bool:
@@ -112,12 +111,8 @@ class DoorText:
         return AnswerText(detokenizer, stops, params.min_tokens)
 
     def token_text(self, token_id: int) -> str:
-        """Text of one token inside a text, for display beside its logprob; "" for an unknown id."""
-        if not self._token_texts and self.tokenizer is not None:
-            names = self.tokenizer.added_tokens
-            texts = enumerate(self.tokenizer.token_bytes())
-            self._token_texts = [names.get(i) or text.decode("utf-8", "replace") for i, text in texts]
-        return self._token_texts[token_id] if token_id < len(self._token_texts) else ""
+        """Text of one token inside a text, for display beside its logprob; "" without a tokenizer."""
+        return "" if self.tokenizer is None else self.tokenizer.token_text(token_id)
 
     def _encoded(self, text: str) -> array[int]:
         if self.tokenizer is None:

@@ -14,13 +14,13 @@ from common.params.options.engine import SERVE
 from common.params.options.option import Option, written
 from common.params.options.services import CONFIG_FILE
 from common.params.options.table import options_of
-from common.params.options.types import AsWritten, ByteSize, Duration, Fraction, LengthRange, Speculation
+from common.params.options.types import AsWritten, ByteSize, Duration, Fraction, LengthRange, Names, Speculation
 
 _GIVEN: Final = (ParameterSource.COMMANDLINE, ParameterSource.DEFAULT_MAP)
 # Types whose defaults are shown in the help as the command line takes them.
 _WRITTEN: Final = (Duration, Fraction, LengthRange)
 # Types whose values `fissile serve` passes on as text.
-_PASSED_AS_TEXT: Final = (ByteSize, Fraction, Speculation)
+_PASSED_AS_TEXT: Final = (ByteSize, Fraction, Names, Speculation)
 
 
 def _refuse_empty(param: click.Parameter, context: click.Context, value: Any) -> None:

@@ -16,10 +16,10 @@ from common.limits import (
     STALL_TIMEOUT_S,
     WORKER_WAIT_S,
 )
-from common.params.names import LEVELS
+from common.params.names import DOORS, LEVELS
 from common.params.options.engine import ENGINE_COMMANDS, SERVE, WARMUP, WORKER
 from common.params.options.option import FILE, Option
-from common.params.options.types import Duration, Fraction, Lease, MetadataKey, PerTenant, TenantPriority
+from common.params.options.types import Duration, Fraction, Lease, MetadataKey, Names, PerTenant, TenantPriority
 
 ROUTER: Final = "router"
 HTTP: Final = "http"
@@ -66,6 +66,12 @@ _PLACES: Final = (
     Option(
         "--worker-id", "FISSILE_WORKER_ID", "Stable name of the worker. Default: host name and port.",
         (WORKER,), default="",
+    ),
+    Option(
+        "--doors", "FISSILE_DOORS",
+        "Engine protocols of other projects that a worker serves on its port too, for their routers: some of "
+        f"{', '.join(DOORS)}, separated by commas. Default: none.",
+        (SERVE, WORKER), Names(DOORS), (), metavar="NAMES", is_passed_on=True,
     ),
     Option("--ask/--no-ask", "FISSILE_ASK", "Send a first request when the router serves.", (SERVE,), default=True),
     Option("--prompt", "FISSILE_PROMPT", "Prompt of the first request.", (SERVE,), default="Tell me a story."),

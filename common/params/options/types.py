@@ -6,6 +6,7 @@ import math
 import re
 import shlex
 from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
@@ -172,6 +173,29 @@ class Sizes(ParsedText[tuple[int, ...]]):
         if min(numbers) < 1:
             raise ValueError(f"{text!r} is not a list of sizes; use for example 1,2,8")
         return numbers
+
+
+class Names(ParsedText[tuple[str, ...]]):
+    """Some of a few names, each once, from `first,second`.
+
+    Args:
+        known: valid names.
+    """
+
+    name = "names"
+    kind = tuple
+
+    def __init__(self, known: Sequence[str]) -> None:
+        self._known = known
+
+    def read(self, text: str) -> tuple[str, ...]:
+        """Reads a list; see ParsedText."""
+        names = tuple(part.strip() for part in text.split(",")) if text else ()
+        if unknown := [name for name in names if name not in self._known]:
+            raise ValueError(f"{unknown[0]!r} is unknown; use some of {','.join(self._known)}")
+        if len(set(names)) != len(names):
+            raise ValueError(f"{text!r} has a name twice")
+        return names
 
 
 class Numbers(ParsedText[tuple[float, ...]]):

@@ -95,7 +95,7 @@ async def demo_worker(config: Config = CONFIG) -> AsyncIterator[tuple[Worker, Do
     await worker.wait_ready()
     files = tokenizer_files(config.model)
     model_config = ModelConfig.from_folder(config.model)
-    yield worker, DoorAdapter(worker.service, worker.engine, Tokenizer.from_files(files), model_config, files)
+    yield worker, DoorAdapter(worker.service, worker.engine, Tokenizer.from_files(files), config, model_config, files)
     stop.set()
     await serving
     assert worker.engine.join(60)
