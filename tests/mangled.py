@@ -76,7 +76,8 @@ class Mangler:
         """The message itself, or one that is set in it."""
         found = [message]
         for field, value in message.ListFields():
-            if field.message_type is None or field.message_type.GetOptions().map_entry:
+            kind = field.message_type
+            if kind is None or kind.GetOptions().map_entry or not kind.fields:
                 continue
             found += map(self._somewhere, value if field.is_repeated else (value,))
         return self._draw.choice(found)
@@ -93,7 +94,10 @@ class Mangler:
         """Sets a field, or some entries of it; what else its oneof had is gone."""
         if field.message_type is not None and field.message_type.GetOptions().map_entry:
             key, value = field.message_type.fields
-            getattr(message, field.name)[self._value(key)] = self._value(value)
+            if value.message_type is None:
+                getattr(message, field.name)[self._value(key)] = self._value(value)
+            elif depth > 0:
+                self._fill(getattr(message, field.name)[self._value(key)], share, depth - 1)
         elif field.message_type is not None and depth > 0:
             if field.is_repeated:
                 for _ in range(self._draw.randint(1, 3)):

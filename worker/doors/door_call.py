@@ -65,6 +65,8 @@ class DoorAnswer:
         self._text = text
         self._trace = trace
         self._is_aborted = False
+        # True once the finish has been taken.
+        self._is_taken = False
         self._silent = {EndReason.EOS} if keeps_stop_token else {EndReason.EOS, EndReason.STOP_TOKEN}
         self._output = DoorOutput(seq.choice)
 
@@ -97,6 +99,8 @@ class DoorAnswer:
 
     def take(self) -> DoorOutput | None:
         """The output since the last call, with at most MAX_MESSAGE_LOGPROBS logprobs; None if there is none."""
+        if self._is_taken:
+            return None
         output = self._output
         if len(output.logprobs) > MAX_MESSAGE_LOGPROBS:
             cut = slice(MAX_MESSAGE_LOGPROBS)
@@ -107,6 +111,7 @@ class DoorAnswer:
         if not (output.token_ids or output.text or output.finish):
             return None
         self._output = DoorOutput(self.seq.choice)
+        self._is_taken = output.finish is not None
         return output
 
     def _add(self, output: RequestOutput, params: SamplingParams) -> None:

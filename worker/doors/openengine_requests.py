@@ -12,7 +12,7 @@ from typing import Any, Final
 from fissile.peers.openengine.v1 import openengine_pb2 as pb
 from google.protobuf.message import Message
 
-from common.constraints.forms import CHOICES, GRAMMAR, JSON_OBJECT, JSON_SCHEMA, REGEX, Constraint
+from common.constraints.forms import CHOICES, GRAMMAR, JSON_OBJECT, JSON_SCHEMA, REGEX
 from common.errors import InvalidFieldError
 from common.limits import MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
 from common.rpc.unsupported_fields import refuse_unserved
@@ -130,8 +130,7 @@ def door_request(request: pb.GenerateRequest, metadata: Iterable[tuple[str, str 
         params["top_k"] = 0
     params.update(_conditions(request.stopping.conditions))
     params.update(_logprobs(request.response))
-    if (constraint := _constraint(request)) is not None:
-        params["constraint"] = constraint
+    params.update(_constraint(request.guided))
     detokenize = request.extra.fields.get("detokenize")
     return DoorRequest(
         request.prompt if request.WhichOneof("input") == "prompt" else request.token_ids.ids,
@@ -190,22 +189,21 @@ def _logprobs(response: pb.ResponseOptions) -> dict[str, Any]:
     if response.return_prompt_logprobs:
         found["prompt_logprobs_start"] = max(1, response.prompt_logprob_start)
     elif response.prompt_logprob_start:
-        raise InvalidFieldError(
-            "response.prompt_logprob_start", "is set without return_prompt_logprobs", "both or none"
-        )
+        problem = "is set without return_prompt_logprobs"
+        raise InvalidFieldError("response.prompt_logprob_start", problem, "both or none")
     return found
 
 
-def _constraint(request: pb.GenerateRequest) -> Constraint | None:
-    guide = request.guided.WhichOneof("guide")
+def _constraint(guided: pb.GuidedDecoding) -> dict[str, Any]:
+    """The guide as a mapping of its form to its content, which is checked later; empty for none."""
+    guide = guided.WhichOneof("guide")
     if guide is None:
-        return None
+        return {}
     form = _GUIDES[guide]
     if form == JSON_OBJECT:
-        return Constraint(JSON_OBJECT)
-    return Constraint(
-        form, tuple(request.guided.choice.choices) if form == CHOICES else (getattr(request.guided, guide),)
-    )
+        return {"constraint": {form: True}}
+    content = list(guided.choice.choices) if form == CHOICES else getattr(guided, guide)
+    return {"constraint": {form: content}}
 
 
 def _priority(metadata: Iterable[tuple[str, str | bytes]], dp_rank: int) -> Priority:

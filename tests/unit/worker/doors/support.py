@@ -86,9 +86,9 @@ async def answered(adapter: DoorAdapter, request: DoorRequest, context: Any = No
 
 
 @contextlib.asynccontextmanager
-async def demo_worker(config: Config = CONFIG) -> AsyncIterator[tuple[Worker, DoorAdapter]]:
+async def demo_worker(config: Config = CONFIG, **options: Any) -> AsyncIterator[tuple[Worker, DoorAdapter]]:
     """A worker that serves, and an adapter of its engine."""
-    worker = Worker(WorkerOptions(config, "demo", port=0, threads=1))
+    worker = Worker(WorkerOptions(config, "demo", port=0, threads=1, **options))
     await worker.start()
     stop = asyncio.Event()
     serving = asyncio.create_task(worker.serve(stop))
@@ -97,5 +97,5 @@ async def demo_worker(config: Config = CONFIG) -> AsyncIterator[tuple[Worker, Do
     model_config = ModelConfig.from_folder(config.model)
     yield worker, DoorAdapter(worker.service, worker.engine, Tokenizer.from_files(files), config, model_config, files)
     stop.set()
-    await serving
+    await asyncio.wait_for(serving, 60)
     assert worker.engine.join(60)

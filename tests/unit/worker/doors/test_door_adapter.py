@@ -89,6 +89,14 @@ async def test_answers_equal_those_of_the_engine_alone(
     assert found.usage.completion_tokens == sum(len(one["token_ids"]) for one in expected)
 
 
+async def test_answers_of_different_lengths_finish_once_each(adapter: DoorAdapter, engine: LLMEngine) -> None:
+    params = {"temperature": 1.2, "seed": 3, "n": 8}
+    found = await answered(adapter, DoorRequest(PROMPT, params))
+    expected = engine.generate([PROMPT], {**params, "max_tokens": 1000})
+    assert [found.tokens[i] for i in range(8)] == [one["token_ids"] for one in expected]
+    assert len({len(each) for each in found.tokens.values()}) > 1
+
+
 async def test_request_id_gives_the_seed_as_everywhere(adapter: DoorAdapter, engine: LLMEngine) -> None:
     params = {"temperature": 1.0, "max_tokens": 16}
     found = await answered(adapter, DoorRequest(PROMPT, params, request_id="mine"))
