@@ -300,7 +300,7 @@ class Tokenizer:
 
     def token_text(self, id: int) -> str:
         """Returns the text of a token inside a text, for display; "" for an unknown id. Special tokens are shown."""
-        return self.added_tokens.get(id) or self._bytes.inner(id).decode("utf-8", "replace")
+        return self.added_tokens.get(id) or self.pieces.inner(id).decode("utf-8", "replace")
 
     @property
     def hides_first_space(self) -> bool:

@@ -54,6 +54,7 @@ _TEXTS = {
     "rate": "1",
     "concurrency": "2",
     "tool_commands": "a=b",
+    "doors": "openengine",
 }
 
 
