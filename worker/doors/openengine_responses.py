@@ -55,7 +55,7 @@ _LOST: Final = frozenset({grpc.StatusCode.ABORTED, grpc.StatusCode.UNAVAILABLE})
 _HASH_BYTES: Final = 8
 
 
-class AnswerEncoder:
+class OpenEngineEncoder:
     """Writes the events of one request.
 
     Args:

@@ -22,7 +22,7 @@ from worker.doors.door_call import DoorCall
 from worker.doors.door_request import AbortResult, DoorRequest, DoorState
 from worker.doors.openengine_requests import DOOR, door_request
 from worker.doors.openengine_responses import (
-    AnswerEncoder,
+    OpenEngineEncoder,
     engine_error,
     health_state,
     kv_events,
@@ -57,14 +57,14 @@ class OpenEngineInference(rpc.InferenceServicer):
             wanted = door_request(request, context.invocation_metadata() or (), dp_rank(self._adapter))
             self._adapter.check_model(request.model)
             async with self._adapter.call(DOOR, wanted, context) as call:
-                encoder = AnswerEncoder(call.request_id, request.response, self._adapter.text.token_text)
+                encoder = OpenEngineEncoder(call.request_id, request.response, self._adapter.text.token_text)
                 failure = await self._write(call, encoder, context)
             if failure is not None:
                 # The stream ends with OK; the log says what happened.
                 current_record().fail(failure)
                 current_record().close()
 
-    async def _write(self, call: DoorCall, encoder: AnswerEncoder, context: Context) -> ApiError | None:
+    async def _write(self, call: DoorCall, encoder: OpenEngineEncoder, context: Context) -> ApiError | None:
         """Writes an accepted request's messages. Returns its failure."""
         try:
             while not call.is_done:

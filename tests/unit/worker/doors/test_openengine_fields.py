@@ -27,7 +27,7 @@ from worker.doors.door_request import (
     FinishKind,
 )
 from worker.doors.openengine_requests import DOOR, GENERATE_SERVED, door_request
-from worker.doors.openengine_responses import AnswerEncoder, engine_error, kv_events
+from worker.doors.openengine_responses import OpenEngineEncoder, engine_error, kv_events
 from worker.doors.served_doors import SERVED_DOORS
 from worker.engine.prefix_cache import BlockChange, StoredBlock
 from worker.engine.sequence import Priority
@@ -134,7 +134,7 @@ def test_candidates_of_prompt_and_output_share_one_list_of_ids() -> None:
     params = read(prompted(response=response)).params
     assert params["logprob_token_ids"] == (9, 7, 8)
     assert (params["logprobs"], params["prompt_logprobs"], params["prompt_logprobs_start"]) == (0, 0, 1)
-    encoder = AnswerEncoder("r", response, str)
+    encoder = OpenEngineEncoder("r", response, str)
     row = TokenLogprobs(-1.0, -1.0, 2, given=(-0.9, -0.7, -0.8))
     (prompt,) = encoder.responses(DoorPrompt([4, 5], 0, (row,), 1))
     assert not prompt.prompt.tokens[0].HasField("logprob")
@@ -249,7 +249,7 @@ def test_errors_name_the_peers_fields(path: str, theirs: str) -> None:
 
 
 def test_outputs_carry_their_index_and_finishes_their_match() -> None:
-    encoder = AnswerEncoder("r", pb.ResponseOptions(), str)
+    encoder = OpenEngineEncoder("r", pb.ResponseOptions(), str)
     assert list(encoder.responses(DoorPrompt([1, 2], 0))) == []
     token, finished = encoder.responses(
         DoorOutput(0, [5, 6], "ab", finish=DoorFinish(FinishKind.STOP, stop_string="b"))
@@ -285,7 +285,7 @@ def test_outputs_carry_their_index_and_finishes_their_match() -> None:
     ],
 )
 def test_failure_becomes_one_engine_error(error: ApiError, state: DoorState, code: int, is_retryable: bool) -> None:
-    made = AnswerEncoder("r", pb.ResponseOptions(), str).error(error, state, USAGE)
+    made = OpenEngineEncoder("r", pb.ResponseOptions(), str).error(error, state, USAGE)
     assert (made.error.code, made.error.retryable, made.error.message) == (code, is_retryable, error.message)
     assert made.usage == pb.Usage(prompt_tokens=3, completion_tokens=4, total_tokens=7, cached_prompt_tokens=2)
     assert engine_error(error, state) == made.error
