@@ -214,7 +214,7 @@ def parse(data: bytes, _created: int) -> AnswerPlan:
     }
     shows_thinking = body.thinking is None or body.thinking.display != "omitted"
     encoder = MessageEncoder(body.model, body.max_tokens, shows_thinking=shows_thinking)
-    return AnswerPlan([_messages(body)], True, arguments, encoder, bool(body.stream), NAMES, PING)
+    return AnswerPlan([_messages(body)], True, arguments, encoder, bool(body.stream), NAMES, lambda _: PING)
 
 
 def parse_count(data: bytes) -> QuestionPlan[int]:

@@ -65,7 +65,7 @@ class AnswerPlan:
         encoder: makes the response.
         is_stream: True answers with server-sent events.
         names: of fields in errors of the router, as for `param_of`.
-        ping: sent while a stream has no frames.
+        idle: makes the frames of a stream with nothing to send, of the progress of its first call.
     """
 
     prompts: Sequence[Any]
@@ -74,7 +74,7 @@ class AnswerPlan:
     encoder: AnswerEncoder
     is_stream: bool
     names: Names = field(default_factory=dict)
-    ping: bytes = sse.PING
+    idle: Callable[[Progress], bytes] = sse.ping
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,7 +254,7 @@ class _StreamWriter:
             frames = b"".join(self._frames(number, event) for number, event in events)
             now = time.monotonic()
             if not frames and now - self._written_at >= SSE_PING_S:
-                frames = self._plan.ping
+                frames = self._plan.idle(self._streams[0].progress)
             if frames:
                 await self._exchange.write(frames)
                 self._written_at = time.monotonic()

@@ -23,6 +23,11 @@ HEADERS: Final = (
 _encode: Final = msgspec.json.Encoder().encode
 
 
+def ping(_: object) -> bytes:
+    """A comment, for APIs without an event for it."""
+    return PING
+
+
 def data_frame(value: Mapping[str, Any]) -> bytes:
     """An event with JSON and without a name, as OpenAI's chat completions have it."""
     return b"data: %b\n\n" % _encode(value)

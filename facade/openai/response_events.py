@@ -86,8 +86,14 @@ class ResponseEncoder:
         self._finish: pb.Finish | None = None
         self._num_events = 0
 
+    def idle(self, progress: Progress) -> bytes:
+        """Frames of a stream with nothing to send. Codex ends a stream without events; comments are none for it."""
+        return self.begin(0, progress) or self._frame("keepalive")
+
     def begin(self, _number: int, progress: Progress) -> bytes:
-        """Frames that start the response."""
+        """Frames that start the response, unless `idle` has started it."""
+        if self._num_events:
+            return b""
         self._request_id = progress.request_id
         response = self._response("in_progress")
         created = self._frame("response.created", response=response)

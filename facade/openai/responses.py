@@ -249,7 +249,7 @@ def parse(data: bytes, created: int) -> AnswerPlan:
     choice = _tool_choice(body.tool_choice)
     arguments = with_tools(arguments, choice, is_parallel=body.parallel_tool_calls is not False)
     encoder = ResponseEncoder(_repeated(body, created), namespaces)
-    return AnswerPlan([_messages(body)], True, arguments, encoder, bool(body.stream), NAMES)
+    return AnswerPlan([_messages(body)], True, arguments, encoder, bool(body.stream), NAMES, encoder.idle)
 
 
 def _messages(body: ResponsesBody) -> list[dict[str, Any]]:

@@ -17,9 +17,10 @@ from pydantic import TypeAdapter
 
 from common.constraints.library import ENGINE
 from common.text.tokenizer import Tokenizer
+from facade.http import runner
 from tests.e2e.fake_worker import FakeWorker
 from tests.e2e.http_bench import HttpBench, facade_of
-from tests.e2e.router_bench import Bench, bench, collect
+from tests.e2e.router_bench import Bench, bench, collect, until
 from tests.e2e.test_contract import admin_of
 from tests.unit.router.support import EOS, tool_files
 
@@ -229,4 +230,33 @@ async def test_closed_connection_cancels_the_answer() -> None:
             if event.type == "response.output_text.delta":
                 break
         await stream.close()
+        await router.empty()
+
+
+async def test_silent_stream_has_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the first token too, because clients end a stream that has no events."""
+    monkeypatch.setattr(runner, "SSE_PING_S", 0.01)
+    worker = FakeWorker(FILES, answer=answer, description=DESCRIPTION, step_s=60)
+    async with bench(worker) as router, facade_of([router.router.server.address]) as http:
+        stream = await http.openai.responses.create(**ASK, stream=True)
+        kinds = [str((await anext(aiter(stream))).type) for _ in range(4)]
+        assert kinds == ["response.created", "response.in_progress", "keepalive", "keepalive"]
+        await stream.close()
+        await router.empty()
+
+
+async def test_failure_before_text_ends_a_stream_that_has_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "SSE_PING_S", 0.01)
+    worker = FakeWorker(FILES, answer=answer, description=DESCRIPTION, step_s=60)
+    async with bench(worker, admin_port=0) as router, facade_of([router.router.server.address]) as http:
+        admin = await admin_of(router)
+        async with http.openai.responses.stream(**ASK, extra_body={"request_id": "r7"}) as stream:
+            kinds = []
+            async for event in stream:
+                kinds.append(str(event.type))
+                if len(kinds) == 1:
+                    await until(lambda: router.workers[0].submitted)
+                    await admin.CancelRequest(apb.CancelRequestRequest(request_id="r7"))
+        assert kinds[0] == "response.created"
+        assert kinds[-1] == "response.failed"
         await router.empty()

@@ -131,6 +131,15 @@ def test_call_of_a_tool_in_a_namespace_names_both() -> None:
     assert (item["namespace"], item["name"]) == ("mcp", "look")
 
 
+def test_silent_stream_starts_the_response_then_has_keepalives() -> None:
+    one = encoder()
+    found = frames(one.idle(progress_of([])) + one.idle(progress_of([])) + one.begin(0, progress_of([])) + one.end())
+    assert [name for name, _ in found[:4]] == [
+        *("response.created", "response.in_progress", "keepalive", "response.output_item.added")
+    ]
+    assert [event["sequence_number"] for _, event in found] == [*range(len(found))]
+
+
 def test_answer_without_text_has_an_empty_message() -> None:
     response = stream([finished()])[-1][1]["response"]
     assert channels(response["output"]) == ("", "", [])
