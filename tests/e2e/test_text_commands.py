@@ -175,7 +175,7 @@ def test_npy_format_is_refused_on_terminal() -> None:
     assert "send standard output to a file" in done.stderr
 
 
-def test_log_lines_arrive_at_once(service: Service, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_vectors_before_bad_text_are_printed(service: Service, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """If the input ends early, the vectors so far are there."""
     in_calls_of(monkeypatch, "embed", "MAX_EMBED_INPUTS", 2)
     path = tmp_path / "corpus"
