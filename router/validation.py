@@ -59,6 +59,7 @@ _COMMON = frozenset(
         "output_options.echo",
         "output_options.keep_special_tokens",
         "output_options.token_bytes",
+        "output_options.prompt_token_ids",
         "output_options.receipt",
         "output_options.receipt.logits_every",
         *(f"output_options.{name}" for name in OUTPUT_FIELDS),

@@ -141,6 +141,7 @@ class RequestBuilder:
             prompt_text=prompt_text,
             keeps_special_tokens=request.output_options.keep_special_tokens,
             token_bytes=_token_bytes(request.output_options, model),
+            shows_prompt_ids=request.output_options.prompt_token_ids,
             reading=prompt.reading,
         )
 

@@ -226,6 +226,7 @@ def _prompt_info(stream: RequestStream, now: float) -> pb.PromptInfo:
         seed=str(stream.request.seed),
         weights_digest=stream.request.weights_digest,
         numerics=stream.attempts.numerics,
+        token_ids=stream.request.token_ids if stream.request.shows_prompt_ids else (),
     )
 
 

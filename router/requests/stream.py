@@ -91,6 +91,7 @@ class RoutedRequest:
         prompt_text: text to send before the answer; None for none.
         keeps_special_tokens: True if special tokens are part of the text.
         token_bytes: bytes of the tokens of logprobs; None if they are not requested.
+        shows_prompt_ids: True if the client gets the prompt's token ids.
         receipt: first part of the answer's receipt; None for no receipt.
         only_worker: address of the one worker that may serve it, "" for any.
         pooling: how the prompt becomes a vector; None for generation.
@@ -121,6 +122,7 @@ class RoutedRequest:
     prompt_text: str | None = None
     keeps_special_tokens: bool = False
     token_bytes: TokenBytes | None = None
+    shows_prompt_ids: bool = False
     receipt: ReceiptTerms | None = None
     only_worker: str = ""
     pooling: Pooling | None = None

@@ -48,6 +48,18 @@ def asking(prompt: dict[str, Any], **options: Any) -> pb.GenerateRequest:
     return made
 
 
+@pytest.mark.proto_field("OutputOptions.prompt_token_ids", "PromptInfo.token_ids")
+@pytest.mark.parametrize("prompt", PROMPTS)
+async def test_prompt_token_ids_come_with_the_first_message_alone(prompt: dict[str, Any]) -> None:
+    async with bench(FakeWorker(FILES)) as b:
+        ids = list(prompt["token_ids"].ids) if "token_ids" in prompt else TOKENIZER.encode(prompt["text"])
+        parts = await collect(b.stub.Generate(asking(prompt, prompt_token_ids=True)))
+        assert [list(part.prompt_info.token_ids) for part in parts] == [ids, *([[]] * (len(parts) - 1))]
+        plain = await collect(b.stub.Generate(asking(prompt)))
+        assert not plain[0].prompt_info.token_ids
+        assert text_of(plain) == text_of(parts)
+
+
 @pytest.mark.proto_field("OutputOptions.echo")
 @pytest.mark.parametrize("prompt", PROMPTS)
 @pytest.mark.parametrize("keep", [False, True])

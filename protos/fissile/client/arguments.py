@@ -114,6 +114,7 @@ class OutputArguments(TypedDict, total=False):
     echo: bool | None
     keep_special_tokens: bool | None
     token_bytes: bool | None
+    prompt_token_ids: bool | None
 
 
 class AnyRequestArguments(TypedDict, total=False):

@@ -597,6 +597,7 @@ class OutputOptions(_message.Message):
     KEEP_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
     RECEIPT_FIELD_NUMBER: _builtins.int
     TOKEN_BYTES_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     return_token_ids: _builtins.bool
     """True: responses carry `token_ids`. Default false."""
     logprobs: _builtins.int
@@ -619,6 +620,8 @@ class OutputOptions(_message.Message):
     """True: special tokens (end of sequence, for example) stay in the text. Default false."""
     token_bytes: _builtins.bool
     """True: entries of logprobs carry the bytes of their tokens. For models with CAPABILITY_TEXT. Default false."""
+    prompt_token_ids: _builtins.bool
+    """True: `PromptInfo.token_ids` has the prompt's. Default false."""
     @_builtins.property
     def logprob_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Logprobs of these token ids too, at each position. At most 128."""
@@ -640,10 +643,11 @@ class OutputOptions(_message.Message):
         keep_special_tokens: _builtins.bool | None = ...,
         receipt: Global___ReceiptOptions | None = ...,
         token_bytes: _builtins.bool | None = ...,
+        prompt_token_ids: _builtins.bool | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_echo", b"_echo", "_keep_special_tokens", b"_keep_special_tokens", "_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "_prompt_logprobs_start", b"_prompt_logprobs_start", "_return_token_ids", b"_return_token_ids", "_token_bytes", b"_token_bytes", "echo", b"echo", "keep_special_tokens", b"keep_special_tokens", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "prompt_logprobs_start", b"prompt_logprobs_start", "receipt", b"receipt", "return_token_ids", b"return_token_ids", "token_bytes", b"token_bytes"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_echo", b"_echo", "_keep_special_tokens", b"_keep_special_tokens", "_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "_prompt_logprobs_start", b"_prompt_logprobs_start", "_prompt_token_ids", b"_prompt_token_ids", "_return_token_ids", b"_return_token_ids", "_token_bytes", b"_token_bytes", "echo", b"echo", "keep_special_tokens", b"keep_special_tokens", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "prompt_logprobs_start", b"prompt_logprobs_start", "prompt_token_ids", b"prompt_token_ids", "receipt", b"receipt", "return_token_ids", b"return_token_ids", "token_bytes", b"token_bytes"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_echo", b"_echo", "_keep_special_tokens", b"_keep_special_tokens", "_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "_prompt_logprobs_start", b"_prompt_logprobs_start", "_return_token_ids", b"_return_token_ids", "_token_bytes", b"_token_bytes", "echo", b"echo", "keep_special_tokens", b"keep_special_tokens", "logprob_token_ids", b"logprob_token_ids", "logprobs", b"logprobs", "logprobs_kind", b"logprobs_kind", "prompt_logprobs", b"prompt_logprobs", "prompt_logprobs_start", b"prompt_logprobs_start", "receipt", b"receipt", "return_token_ids", b"return_token_ids", "token_bytes", b"token_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_echo", b"_echo", "_keep_special_tokens", b"_keep_special_tokens", "_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "_prompt_logprobs_start", b"_prompt_logprobs_start", "_prompt_token_ids", b"_prompt_token_ids", "_return_token_ids", b"_return_token_ids", "_token_bytes", b"_token_bytes", "echo", b"echo", "keep_special_tokens", b"keep_special_tokens", "logprob_token_ids", b"logprob_token_ids", "logprobs", b"logprobs", "logprobs_kind", b"logprobs_kind", "prompt_logprobs", b"prompt_logprobs", "prompt_logprobs_start", b"prompt_logprobs_start", "prompt_token_ids", b"prompt_token_ids", "receipt", b"receipt", "return_token_ids", b"return_token_ids", "token_bytes", b"token_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__echo: _TypeAlias = _typing.Literal["echo"]  # noqa: Y015
     _WhichOneofArgType__echo: _TypeAlias = _typing.Literal["_echo", b"_echo"]  # noqa: Y015
@@ -655,6 +659,8 @@ class OutputOptions(_message.Message):
     _WhichOneofArgType__prompt_logprobs: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs"]  # noqa: Y015
     _WhichOneofReturnType__prompt_logprobs_start: _TypeAlias = _typing.Literal["prompt_logprobs_start"]  # noqa: Y015
     _WhichOneofArgType__prompt_logprobs_start: _TypeAlias = _typing.Literal["_prompt_logprobs_start", b"_prompt_logprobs_start"]  # noqa: Y015
+    _WhichOneofReturnType__prompt_token_ids: _TypeAlias = _typing.Literal["prompt_token_ids"]  # noqa: Y015
+    _WhichOneofArgType__prompt_token_ids: _TypeAlias = _typing.Literal["_prompt_token_ids", b"_prompt_token_ids"]  # noqa: Y015
     _WhichOneofReturnType__return_token_ids: _TypeAlias = _typing.Literal["return_token_ids"]  # noqa: Y015
     _WhichOneofArgType__return_token_ids: _TypeAlias = _typing.Literal["_return_token_ids", b"_return_token_ids"]  # noqa: Y015
     _WhichOneofReturnType__token_bytes: _TypeAlias = _typing.Literal["token_bytes"]  # noqa: Y015
@@ -669,6 +675,8 @@ class OutputOptions(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__prompt_logprobs) -> _WhichOneofReturnType__prompt_logprobs | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__prompt_logprobs_start) -> _WhichOneofReturnType__prompt_logprobs_start | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__prompt_token_ids) -> _WhichOneofReturnType__prompt_token_ids | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__return_token_ids) -> _WhichOneofReturnType__return_token_ids | None: ...
     @_typing.overload
@@ -1057,6 +1065,7 @@ class PromptInfo(_message.Message):
     SEED_FIELD_NUMBER: _builtins.int
     WEIGHTS_DIGEST_FIELD_NUMBER: _builtins.int
     NUMERICS_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
     prompt_tokens: _builtins.int
     """Prompt length, in tokens."""
     cached_tokens: _builtins.int
@@ -1073,6 +1082,10 @@ class PromptInfo(_message.Message):
     def queue_time(self) -> _duration_pb2.Duration:
         """Time from the request's arrival at the router to the start of its first step on the worker."""
 
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The prompt's token ids, if requested."""
+
     def __init__(
         self,
         *,
@@ -1082,10 +1095,11 @@ class PromptInfo(_message.Message):
         seed: _builtins.str = ...,
         weights_digest: _builtins.str = ...,
         numerics: _builtins.str = ...,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["queue_time", b"queue_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "numerics", b"numerics", "prompt_tokens", b"prompt_tokens", "queue_time", b"queue_time", "seed", b"seed", "weights_digest", b"weights_digest"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "numerics", b"numerics", "prompt_tokens", b"prompt_tokens", "queue_time", b"queue_time", "seed", b"seed", "token_ids", b"token_ids", "weights_digest", b"weights_digest"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
