@@ -326,6 +326,9 @@ MAX_BUFFERED_EVENTS = 256
 # Connections of a facade; how long browsers keep the answer to whether a page may call.
 MAX_HTTP_CONNECTIONS = 4096
 CORS_MAX_AGE_S = 600
+# How long a facade waits for a router that says its health, and keeps the answer for further probes.
+HEALTH_TIMEOUT_S = 2.0
+HEALTH_KEPT_S = 1.0
 
 # Shutdown. Between health's NOT_SERVING and the first refusal, balancers get time to learn of it.
 DRAIN_PROPAGATION_S = 0.25

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import math
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from fissile.client import AsyncClient
+from fissile.client import AsyncClient, FissileError
+from fissile.client.base import get_model, list_models
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -16,7 +20,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from common.limits import CORS_MAX_AGE_S
+from common.limits import CORS_MAX_AGE_S, HEALTH_KEPT_S, HEALTH_TIMEOUT_S
+from common.version import fissile_version
 from facade.anthropic import messages
 from facade.anthropic.message_events import error_form
 from facade.fleet_metrics import PATH as METRICS_PATH
@@ -24,29 +29,46 @@ from facade.fleet_metrics import FleetMetrics
 from facade.http.errors import ErrorForm, HttpError
 from facade.http.exchange import ClientGoneError, Exchange
 from facade.http.runner import AnswerPlan, AnswerRunner, QuestionPlan
-from facade.openai import chat, responses
+from facade.openai import chat, completions, models, responses, vectors
 from facade.openai.sampling import error_body
 
 _REASONS: Final = {404: "UNKNOWN_PATH", 405: "WRONG_METHOD"}
 
 
-@dataclass(slots=True)
 class FacadeHealth:
     """State of this process for `/health`.
+
+    Args:
+        client: calls the routers.
 
     Attributes:
         is_ending: True while the process ends: balancers then send no new requests.
     """
 
-    is_ending: bool = False
+    def __init__(self, client: AsyncClient) -> None:
+        self.is_ending = False
+        self._client = client
+        self._state = ""
+        self._seen_at = -math.inf
 
     async def respond(self, exchange: Exchange) -> None:
-        """Responds with 200, or with 503 while the process ends."""
+        """Responds with 200 if a router serves a model, else with 503."""
         exchange.is_probe = True
-        await exchange.respond_json({"status": "ending" if self.is_ending else "ok"}, 503 if self.is_ending else 200)
+        if time.monotonic() - self._seen_at > HEALTH_KEPT_S:
+            self._state, self._seen_at = await self._look(), time.monotonic()
+        state = "ending" if self.is_ending else self._state
+        await exchange.respond_json({"status": state}, 200 if state == "ok" else 503)
+
+    async def _look(self) -> str:
+        try:
+            found = await self._client.models(timeout_s=HEALTH_TIMEOUT_S)
+        except FissileError as error:
+            # A router that wants a key answers.
+            return "ok" if error.reason.startswith("API_KEY") else "no router answers"
+        return "ok" if any(model.ready_workers for model in found) else "no worker is ready"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class FacadeApp:
     """The client, the runner and the options that all routes share.
 
@@ -56,6 +78,7 @@ class FacadeApp:
         timeout_s: deadline of requests that name none.
         origins: of web pages that may call, `*` for all.
         metrics: of the routers; None serves none.
+        created: Unix seconds of the start.
     """
 
     client: AsyncClient
@@ -63,7 +86,12 @@ class FacadeApp:
     timeout_s: float
     origins: Sequence[str] = ()
     metrics: FleetMetrics | None = None
-    health: FacadeHealth = field(default_factory=FacadeHealth)
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @functools.cached_property
+    def health(self) -> FacadeHealth:
+        """Health of this process, for `/health` and its drain."""
+        return FacadeHealth(self.client)
 
     def asgi(self, more: Sequence[BaseRoute] = ()) -> ASGIApp:
         """The application; `more` are further routes."""
@@ -87,14 +115,35 @@ class FacadeApp:
             self._generation("/v1/responses", responses.parse, error_body),
             self._generation("/v1/messages", messages.parse, error_form),
             self._question("/v1/messages/count_tokens", messages.parse_count, error_form),
-            Route("/health", Endpoint(self.health.respond, self.timeout_s), methods=["GET"]),
+            self._generation("/v1/completions", completions.parse, error_body),
+            self._question("/v1/embeddings", vectors.parse_embeddings, error_body),
+            self._question("/v1/rerank", vectors.parse_rerank, error_body),
+            self._question("/tokenize", models.parse_tokenize, error_body),
+            self._question("/detokenize", models.parse_detokenize, error_body),
+            self._lookup("/v1/models", self._list_models),
+            self._lookup("/v1/models/{model:path}", self._get_model),
+            self._lookup("/health", self.health.respond),
+            self._lookup("/version", _version),
             *self._metrics_route(),
         ]
 
     def _metrics_route(self) -> list[Route]:
         if self.metrics is None:
             return []
-        return [Route(METRICS_PATH, Endpoint(self.metrics.respond, self.timeout_s), methods=["GET"])]
+        return [self._lookup(METRICS_PATH, self.metrics.respond)]
+
+    def _lookup(self, path: str, handle: Callable[[Exchange], Awaitable[None]]) -> Route:
+        """The route of a request without a body."""
+        return Route(path, Endpoint(handle, self.timeout_s), methods=["GET"])
+
+    def _list_models(self, exchange: Exchange) -> Awaitable[None]:
+        plan = QuestionPlan(list_models(), functools.partial(models.models_json, created=self.created))
+        return self.runner.ask(exchange, lambda _: plan, error_body)
+
+    def _get_model(self, exchange: Exchange) -> Awaitable[None]:
+        name = exchange.path.removeprefix("/v1/models/")
+        shown = functools.partial(models.model_json, created=self.created)
+        return self.runner.ask(exchange, lambda _: QuestionPlan(get_model(name), shown), error_body)
 
     def _generation(self, path: str, parse: Callable[[bytes, int], AnswerPlan], form: ErrorForm) -> Route:
         """The route of a translator for generation."""
@@ -137,6 +186,10 @@ class Endpoint:
             crash = error
         finally:
             exchange.log_end(crash)
+
+
+async def _version(exchange: Exchange) -> None:
+    await exchange.respond_json({"version": fissile_version()})
 
 
 async def _refuse_path(request: Request, error: Exception) -> Response:

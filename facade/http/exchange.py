@@ -11,7 +11,7 @@ import re
 import time
 import uuid
 from collections.abc import Iterable, Mapping
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, TypeVar
 
 import grpc
 import msgspec
@@ -28,6 +28,7 @@ from facade.http.errors import HttpError
 
 log = structlog.get_logger(__name__)
 
+T = TypeVar("T")
 EVENT: Final = "request ended"
 # Milliseconds that the caller waits for the whole answer: our own name, and the one that Envoy sets.
 TIMEOUT_HEADERS: Final = ("x-request-timeout-ms", "x-envoy-expected-rq-timeout-ms")
@@ -159,6 +160,23 @@ class Exchange:
         """Waits until the client closes the connection; call it after the body was read."""
         while (await self._receive())["type"] != "http.disconnect":
             pass
+
+    async def unless_closed(self, work: asyncio.Future[T]) -> T:
+        """The result of `work`, which is cancelled when the client closes the connection.
+
+        Raises:
+            ClientGoneError: it has.
+        """
+        closed = asyncio.ensure_future(self.wait_closed())
+        try:
+            waited: list[asyncio.Future[Any]] = [work, closed]
+            await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():
+                raise ClientGoneError
+            return work.result()
+        finally:
+            work.cancel()
+            closed.cancel()
 
     async def respond(self, status: int, body: bytes, headers: Iterable[tuple[bytes, bytes]] = (_JSON,)) -> None:
         """Sends a whole response."""

@@ -85,11 +85,13 @@ class QuestionPlan(Generic[T]):
         asked: the call with one answer.
         shown: makes the JSON of the answer.
         names: of fields in errors of the router, as for `param_of`.
+        beside: further calls, whose answers `shown` takes too.
     """
 
     asked: Unary[T]
-    shown: Callable[[T], Mapping[str, Any]]
+    shown: Callable[..., Mapping[str, Any]]
     names: Names = field(default_factory=dict)
+    beside: Sequence[Unary[Any]] = ()
 
 
 class AnswerRunner:
@@ -152,14 +154,18 @@ class AnswerRunner:
             plan = _question(parse, await exchange.body())
             names = plan.names
             metadata = exchange.metadata(self._default_key)
-            answer = await self._client.ask(plan.asked, exchange.timeout_s, metadata)
-            await exchange.respond_json(plan.shown(answer))
+            timeout_s = exchange.timeout_s
+            calls = [self._client.ask(each, timeout_s, metadata) for each in (plan.asked, *plan.beside)]
+            await exchange.respond_json(plan.shown(*await exchange.unless_closed(asyncio.gather(*calls))))
         except ClientGoneError:
             raise
         except Exception as error:
             await self._refuse(exchange, error, names, form)
 
     async def _refuse(self, exchange: Exchange, error: Exception, names: Names, form: ErrorForm) -> None:
+        if exchange.status:
+            # A part of the response is out: the server closes the connection, so that it does not look whole.
+            raise error
         failure = http_error(error, names)
         await exchange.fail(failure, form(failure))
         if failure.reason == "FACADE_ERROR":

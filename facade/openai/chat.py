@@ -16,7 +16,9 @@ from facade.http.errors import HttpError
 from facade.http.parts import fissile_facts
 from facade.http.runner import AnswerPlan
 from facade.http.sse import data_frame
+from facade.openai.logprobs import LogprobForm
 from facade.openai.sampling import (
+    DONE,
     NAMES,
     AnswerBody,
     UsageSum,
@@ -41,7 +43,6 @@ _NAMES: Final = {
 }
 # Templates know `system`; OpenAI's newer name means the same.
 _ROLES: Final = {"developer": "system"}
-DONE: Final = b"data: [DONE]\n\n"
 
 
 class TextPart(Body):
@@ -140,21 +141,23 @@ def parse(body: bytes, created: int) -> AnswerPlan:
         ApiError: a field is invalid, or not served.
     """
     given = decode(body, ChatBody)
-    if given.logprobs or given.top_logprobs:
-        raise UnservedFieldError("logprobs")
+    if given.top_logprobs is not None and not given.logprobs:
+        raise InvalidFieldError("top_logprobs", "is set without logprobs", "logprobs: true beside it")
     output = pb.OutputOptions()
+    if given.logprobs:
+        output.logprobs, output.token_bytes = given.top_logprobs or 0, True
     limit = given.max_tokens if given.max_completion_tokens is None else given.max_completion_tokens
     arguments = {
         **call_arguments(given, output),
         "sampling_params": sampling_params(given, limit),
-        "tools": [_tool(each) for each in given.tools or ()],
+        "tools": [chat_tool(each) for each in given.tools or ()],
         "tool_choice": _tool_choice(given.tool_choice),
         "parallel_tool_calls": given.parallel_tool_calls,
         "template_arguments_json": _optional_text(given.chat_template_kwargs),
         "reasoning": None if given.include_reasoning is not False else {"separate": False},
     }
     arguments = {name: value for name, value in arguments.items() if value is not None}
-    messages = [_message(i, message) for i, message in enumerate(given.messages)]
+    messages = [chat_message(i, message) for i, message in enumerate(given.messages)]
     encoder = ChatEncoder(given, created)
     return AnswerPlan([messages], True, arguments, encoder, bool(given.stream), _NAMES)
 
@@ -163,7 +166,12 @@ def _optional_text(raw: msgspec.Raw | None) -> str | None:
     return None if raw is None else json_text(raw)
 
 
-def _message(place: int, given: Message) -> pb.ChatMessage:
+def chat_message(place: int, given: Message) -> pb.ChatMessage:
+    """A message of fissile.v1; `place` is its index.
+
+    Raises:
+        ApiError: it has content other than text.
+    """
     for name in ("refusal", "annotations", "audio", "function_call"):
         if getattr(given, name):
             raise UnservedFieldError(f"messages[{place}].{name}")
@@ -185,7 +193,8 @@ def _part(path: str, part: TextPart) -> pb.ContentPart:
     return pb.ContentPart(text=part.text)
 
 
-def _tool(given: ToolField) -> pb.Tool:
+def chat_tool(given: ToolField) -> pb.Tool:
+    """A tool of fissile.v1."""
     function = given.function
     made = pb.Tool(name=function.name, description=function.description or "")
     if function.parameters is not None:
@@ -218,14 +227,20 @@ class ChatEncoder:
         self._created = created
         self._model = body.model
         self._has_usage = body.has_usage
+        self._has_logprobs = bool(body.logprobs)
+        self._has_prompt_logprobs = body.prompt_logprobs is not None
+        self._form = LogprobForm(as_ids=bool(body.return_tokens_as_token_ids))
         self._has_token_ids = bool(body.return_token_ids)
         self._usage = UsageSum()
         self._head: dict[str, Any] = {}
+        # Facts about the prompt for the first chunk.
+        self._of_prompt: dict[str, Any] = {}
         self._with_role: set[int] = set()
 
     def begin(self, number: int, progress: Progress) -> bytes:
         """Takes id and fingerprint; the first chunk of each choice has the role."""
         self._head = self._facts(progress.request_id, progress.prompt_info, "chat.completion.chunk")
+        self._of_prompt = self._prompt(progress.prompt_info, progress.prompt_logprobs)
         return b""
 
     def event(self, number: int, event: Event) -> bytes:
@@ -240,9 +255,13 @@ class ChatEncoder:
             choice["finish_reason"] = finish_reason(event.finish)
             choice["stop_reason"] = stop_reason(event.finish)
             choice["fissile"] = fissile_facts(event.finish)
-        if isinstance(event, Delta) and self._has_token_ids:
-            choice["token_ids"] = event.token_ids
-        return data_frame(self._chunk([choice]))
+        else:
+            if self._has_logprobs:
+                choice["logprobs"] = self._form.chat(event.logprobs)
+            if self._has_token_ids:
+                choice["token_ids"] = event.token_ids
+        chunk, self._of_prompt = {**self._chunk([choice]), **self._of_prompt}, {}
+        return data_frame(chunk)
 
     def end(self) -> bytes:
         """The chunk of usage, if the request asks for it, and the end mark."""
@@ -269,7 +288,7 @@ class ChatEncoder:
             choice = {
                 "index": answer.index,
                 "message": message,
-                "logprobs": None,
+                "logprobs": self._form.chat(answer.logprobs) if self._has_logprobs else None,
                 "finish_reason": finish_reason(answer.finish),
                 "stop_reason": stop_reason(answer.finish),
                 "fissile": fissile_facts(answer.finish),
@@ -278,7 +297,17 @@ class ChatEncoder:
                 choice["token_ids"] = answer.token_ids
             choices.append(choice)
         head = self._facts(result.request_id, result.prompt_info, "chat.completion")
-        return {**head, "choices": choices, "usage": self._usage.fields}
+        prompt = self._prompt(result.prompt_info, result.prompt_logprobs)
+        return {**head, "choices": choices, "usage": self._usage.fields, **prompt}
+
+    def _prompt(self, info: pb.PromptInfo | None, logprobs: Sequence[pb.TokenLogprobs]) -> dict[str, Any]:
+        """Facts about the prompt that the request asks for."""
+        facts: dict[str, Any] = {}
+        if self._has_token_ids and info is not None:
+            facts["prompt_token_ids"] = [*info.token_ids]
+        if self._has_prompt_logprobs:
+            facts["prompt_logprobs"] = self._form.of_prompt(logprobs)
+        return facts
 
     def _facts(self, request_id: str, info: pb.PromptInfo | None, kind: str) -> dict[str, Any]:
         return {

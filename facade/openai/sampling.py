@@ -37,6 +37,7 @@ NAMES: Final = {
     "session_id": "prompt_cache_key",
     "resume": "request",
 }
+DONE: Final = b"data: [DONE]\n\n"
 _CODES: Final = {
     "TOO_LONG": "context_length_exceeded",
     "UNKNOWN_MODEL": "model_not_found",
@@ -226,9 +227,9 @@ def call_arguments(body: AnswerBody, output: pb.OutputOptions) -> dict[str, Any]
         output: options that the endpoint has set; completed here.
     """
     if body.return_token_ids:
-        output.return_token_ids = True
+        output.return_token_ids = output.prompt_token_ids = True
     if body.prompt_logprobs is not None:
-        output.prompt_logprobs = body.prompt_logprobs
+        output.prompt_logprobs, output.token_bytes = body.prompt_logprobs, True
     if body.skip_special_tokens is not None:
         output.keep_special_tokens = not body.skip_special_tokens
     given = {
