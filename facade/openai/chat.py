@@ -12,8 +12,9 @@ from fissile.v1 import inference_pb2 as pb
 
 from common.errors import InvalidFieldError, UnservedFieldError
 from facade.http.bodies import Body, UInt32, decode
+from facade.http.conversation import with_tools
 from facade.http.errors import HttpError
-from facade.http.parts import fissile_facts
+from facade.http.parts import ABSENT, fissile_facts, is_given
 from facade.http.runner import AnswerPlan
 from facade.http.sse import data_frame
 from facade.openai.logprobs import LogprobForm
@@ -90,7 +91,7 @@ class Function(Body):
 
     name: str
     description: str | None = None
-    parameters: msgspec.Raw | None = None
+    parameters: msgspec.Raw = ABSENT
     strict: bool | None = None
 
 
@@ -124,7 +125,7 @@ class ChatBody(AnswerBody, kw_only=True):
     tools: list[ToolField] | None = None
     tool_choice: str | NamedTool | None = None
     parallel_tool_calls: bool | None = None
-    chat_template_kwargs: msgspec.Raw | None = None
+    chat_template_kwargs: msgspec.Raw = ABSENT
     include_reasoning: bool | None = None
     add_generation_prompt: Literal[True] | None = None
     modalities: list[Literal["text"]] | None = None
@@ -151,19 +152,20 @@ def parse(body: bytes, created: int) -> AnswerPlan:
         **call_arguments(given, output),
         "sampling_params": sampling_params(given, limit),
         "tools": [chat_tool(each) for each in given.tools or ()],
-        "tool_choice": _tool_choice(given.tool_choice),
-        "parallel_tool_calls": given.parallel_tool_calls,
-        "template_arguments_json": _optional_text(given.chat_template_kwargs),
+        "template_arguments_json": json_text(given.chat_template_kwargs)
+        if is_given(given.chat_template_kwargs)
+        else None,
         "reasoning": None if given.include_reasoning is not False else {"separate": False},
     }
+    with_tools(arguments, _tool_choice(given.tool_choice), is_parallel=given.parallel_tool_calls is not False)
     arguments = {name: value for name, value in arguments.items() if value is not None}
     messages = [chat_message(i, message) for i, message in enumerate(given.messages)]
     encoder = ChatEncoder(given, created)
     return AnswerPlan([messages], True, arguments, encoder, bool(given.stream), _NAMES)
 
 
-def _optional_text(raw: msgspec.Raw | None) -> str | None:
-    return None if raw is None else json_text(raw)
+def _text_of(raw: msgspec.Raw) -> str | None:
+    return json_text(raw) if is_given(raw) else None
 
 
 def chat_message(place: int, given: Message) -> pb.ChatMessage:
@@ -197,7 +199,7 @@ def chat_tool(given: ToolField) -> pb.Tool:
     """A tool of fissile.v1."""
     function = given.function
     made = pb.Tool(name=function.name, description=function.description or "")
-    if function.parameters is not None:
+    if is_given(function.parameters):
         made.parameters_json = json_text(function.parameters)
     if function.strict is not None:
         made.strict = function.strict

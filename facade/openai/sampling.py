@@ -12,7 +12,7 @@ from fissile.v1 import inference_pb2 as pb
 from common.errors import InvalidFieldError, UnservedFieldError
 from facade.http.bodies import Body, TokenIdList, UInt32, refuse_given
 from facade.http.errors import HttpError
-from facade.http.parts import ReceiptField, receipt_argument
+from facade.http.parts import ABSENT, ReceiptField, is_given, receipt_argument
 
 # Field -> values that do not change the answer; None for any value.
 HARMLESS: Final[Mapping[str, Collection[Any] | None]] = {
@@ -71,7 +71,7 @@ class StructuredOutputs(Body):
     """The form of an answer, as vLLM names it; exactly one field."""
 
     # `json` is a schema, as an object or as text.
-    json: msgspec.Raw | None = None
+    json: msgspec.Raw = ABSENT
     regex: str | None = None
     choice: list[str] | None = None
     grammar: str | None = None
@@ -203,10 +203,11 @@ def _constraint(body: AnswerBody) -> pb.Constraint | None:
 
 
 def _structured(outputs: StructuredOutputs) -> pb.Constraint:
-    given = [name for name in ("json", "regex", "choice", "grammar", "json_object") if getattr(outputs, name)]
+    given = [name for name in ("regex", "choice", "grammar", "json_object") if getattr(outputs, name)]
+    given += ["json"] if is_given(outputs.json) else []
     if len(given) != 1:
         raise InvalidFieldError("structured_outputs", f"has {len(given)} forms", "exactly one")
-    if outputs.json is not None:
+    if is_given(outputs.json):
         return pb.Constraint(json_schema=json_text(outputs.json))
     if outputs.choice:
         return pb.Constraint(choices=pb.Choices(texts=outputs.choice))
