@@ -313,7 +313,10 @@ async def test_resumed_stream_replaces_its_old_stream(
 
         # For orphans of other routers: here is none.
         monkeypatch.setattr(b.router.requests, "wait_for_orphans", wait)
-        rest = await collect(b.stub.Generate(resumed(asked, parts, by="token_ids")))
+        continued = b.stub.Generate(resumed(asked, parts, by="token_ids"))
+        first: Any = await continued.read()
+        worker.step_s = 0.001
+        rest = [first, *await collect(continued)]
         assert waits == []
         assert [i for part in (*parts, *rest) for i in part.token_ids] == letters(wpb.SubmitSequence())[:300]
         error = await error_of(broken)

@@ -93,7 +93,9 @@ def test_clients_see_effective_model_length(fleet: Service) -> None:
     """A short worker shortens the model for nobody."""
     start(fleet, 0, 1)
     assert fleet.stub.GetModel(pb.GetModelRequest()).model.max_model_len == LONG
-    whole(generate(fleet.stub, long_request("one")), generate(fleet.stub, long_request("other")), 1)
+    with ThreadPoolExecutor(2) as pool:
+        one, other = pool.map(lambda name: generate(fleet.stub, long_request(name)), ("one", "other"))
+    whole(one, other, 1)
     stop(fleet, 0)
     assert fleet.stub.GetModel(pb.GetModelRequest()).model.max_model_len == SHORT
     stop(fleet, 1)

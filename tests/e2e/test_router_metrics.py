@@ -106,7 +106,7 @@ async def test_gauges_follow_load_and_return_to_zero(collector: Collector) -> No
     # It makes no step until the figures have been seen.
     worker = FakeWorker(FILES, room_seqs=2, busy_ms=1)
     async with bench(worker) as b:
-        calls = [b.stub.Generate(request(request_id=str(i), params={"max_tokens": 600})) for i in range(5)]
+        calls = [b.stub.Generate(request(request_id=str(i), params={"max_tokens": 50})) for i in range(5)]
         await collector.until(5, names.ROUTER_IN_FLIGHT)
         await collector.until(3, names.ROUTER_QUEUED, PRIORITY="normal")
         await collector.until(2, names.WORKER_RUNNING, WORKER_ID="w0", REQUEST_MODEL="m")

@@ -137,7 +137,11 @@ async def test_requests_wait_for_first_worker() -> None:
 
 def calls_that_need_a_model(b: Bench, model: str) -> dict[str, Any]:
     """One call of each method whose request names a model; ListModels does not wait for one."""
-    chat = pb.ChatRequest(model=model, messages=[pb.ChatMessage(role="user", content="hi")])
+    chat = pb.ChatRequest(
+        model=model,
+        messages=[pb.ChatMessage(role="user", content="hi")],
+        sampling_params=pb.SamplingParams(max_tokens=5),
+    )
     generate = request(model=model)
     receipt = pb.Receipt(version=VERSION, request_sha256=bytes(32), output_sha256=bytes(32))
     receipt.receipt_sha256 = receipt_sha256(receipt)
