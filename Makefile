@@ -6,7 +6,7 @@ SHELL := /bin/bash
 # A prerequisite that is never up to date.
 FORCE:
 
-.PHONY: help setup run test test-slow test-fresh test-long chaos lint sanitize protos docs wheel check-wheel lock bench bench-router check-fresh clean
+.PHONY: help setup run test test-slow test-fresh test-long test-peers chaos lint sanitize protos docs wheel check-wheel lock bench bench-router check-fresh clean
 
 # The interpreter that makes .venv; empty picks one (scripts/setup.sh says how).
 PYTHON ?=
@@ -61,6 +61,10 @@ test-fresh: $(ALL_STAMP) $(NATIVE_STAMP) ## Try fresh examples for four minutes,
 
 test-long: $(ALL_STAMP) $(NATIVE_STAMP) ## Run the tests that take minutes each
 	@PYTEST_MARK=long scripts/test.sh $(TESTS)
+
+# They install other projects' programs from PyPI, each into an environment of its own under build/peers.
+test-peers: $(ALL_STAMP) $(NATIVE_STAMP) ## Run real routers of other projects over Fissile's workers (downloads them)
+	@$(BIN)/python -m pytest -q -m long --timeout 600 tests/peers
 
 chaos: $(ALL_STAMP) $(NATIVE_STAMP) ## Run the chaos tests alone, with full times and numbers, and print what they measured
 	@CHAOS_SCALE=full PYTEST_MARK="not long" scripts/test.sh chaos

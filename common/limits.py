@@ -276,6 +276,11 @@ ALONE_S = 30.0
 # How long a request waits for a worker when there is none for it.
 WORKER_WAIT_S = 5.0
 
+# A worker's stream of KV events to a router of another project: longest time without a report of the load, and the time
+# over which rates are measured.
+LOAD_HEARTBEAT_S = 1.0
+THROUGHPUT_WINDOW_S = 2.0
+
 # Direct calls that a worker takes beyond those that it can run at once.
 MAX_WAITING_CALLS = 4096
 # Ids of ended requests that a worker's doors keep, to tell an abort that is late from one of an unknown id.

@@ -123,6 +123,7 @@ RULES = {
             "worker/doors/openengine_responses.py": (GRPC, STATUS),
             "worker/doors/openengine_service.py": (WORLD | GRPC, SERVES),
             "worker/doors/served_doors.py": (GRPC, SERVES),
+            "worker/doors/vllm_engine.py": (WORLD | GRPC, SERVES),
         },
     ),
     "worker/config": Rule(
@@ -338,6 +339,7 @@ LATE_IMPORTS = {
     "common/cli/client/generate.py": "tokenizers, which only --offline needs, may not be installed",
     "common/cli/client/chat.py": "prompt_toolkit takes a tenth of a second: `fissile --help` and pipes do without",
     "kernels/select.py": "Triton and AITER may not be installed, and take seconds",
+    "worker/doors/served_doors.py": "the stubs of a protocol may not be installed",
     "worker/engine_factory.py": "PyTorch takes seconds: on the engine's thread, and not when simulated or with ranks",
     "worker/cli/bench.py": "PyTorch takes seconds: `fissile bench offline --help` does without",
     "worker/cli/warmup.py": "PyTorch takes seconds: `fissile worker warmup --help` does without",

@@ -58,6 +58,7 @@ SUMMARIES = {
 # Arguments of `pip install` in a checkout. They name the client's folder, so that pip asks no package index for it.
 _ROUTER = "./protos '.[router]'"
 _HTTP = "./protos '.[http]'"
+_SMG = "./protos '.[smg]'"
 _WORKER = "--extra-index-url https://download.pytorch.org/whl/cpu ./protos '.[router,worker,cpu]'"
 # Top-level module that may be missing -> the arguments that install it.
 INSTALLED_BY = {
@@ -73,6 +74,7 @@ INSTALLED_BY = {
     "starlette": _HTTP,
     "uvicorn": _HTTP,
     "msgspec": _HTTP,
+    "smg_grpc_proto": _SMG,
 }
 
 

@@ -96,7 +96,7 @@ def test_folders_and_extras_of_install_commands_exist() -> None:
 
 def test_hint_for_missing_module_names_its_extra() -> None:
     """The hint for a missing module names an extra that requires the module."""
-    distributions = {"dns": "dnspython"}
+    distributions = {"dns": "dnspython", "smg_grpc_proto": "smg-grpc-proto"}
     for module, arguments in INSTALLED_BY.items():
         (service,) = [word for word in shlex.split(arguments) if word.startswith(".[")]
         extras = service.removeprefix(".[").removesuffix("]").split(",")

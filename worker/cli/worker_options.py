@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any, Final
 
 from common.cli.core.errors import CommandError
 from common.cli.core.tls_options import server_tls
+from common.cli.group import missing_extra
 from common.config import CompilationConfig, Config, ParallelConfig
 from common.errors import ApiError
 from common.files import UnreadableFileError, read_file
@@ -20,6 +22,7 @@ from common.params.options.table import options_of
 from common.params.step_defaults import default_scheduling_policy, default_token_budget
 from common.rpc.auth import PeerAccess
 from worker.config.engine_config import default_weights_cache
+from worker.doors.served_doors import SERVED_DOORS
 from worker.ranks.door import SECRET_VARIABLE
 from worker.ranks.topology import Topology
 from worker.server import WorkerOptions
@@ -56,6 +59,9 @@ def worker_options(
             f"--speculative-config has no effect with --simulate and the method {speculation.method}, whose drafts a "
             f"model makes; take the method {NGRAM}"
         )
+    for name in others["doors"]:
+        if (module := SERVED_DOORS[name].module) and importlib.util.find_spec(module) is None:
+            raise missing_extra(f"worker --doors {name}", module)
     try:
         topology = Topology(**{name: others.pop(name) for name in _OF_TOPOLOGY}, dist_secret=_secret(dist_secret))
         folder = model_folder(model, weights=simulate is None)

@@ -44,7 +44,7 @@ class BlockFollower:
 
     def __init__(self, engine: EngineLoop, start: int, *, wants_snapshot: bool) -> None:
         self._engine = engine
-        self._log = engine.watch_blocks(1)
+        self._log = engine.watch_blocks()
         self._number = self._log.number if start == 0 else start - 1
         self._needs_whole = wants_snapshot if start == 0 else not self._log.remembers(start - 1)
         self._news = asyncio.Event()

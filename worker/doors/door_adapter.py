@@ -82,7 +82,7 @@ class DoorAdapter:
         clock: monotonic seconds.
 
     Attributes:
-        config, files: as given.
+        engine, config, model_config, files: as given.
     """
 
     def __init__(
@@ -95,12 +95,12 @@ class DoorAdapter:
         files: Mapping[str, bytes],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self.engine = engine
         self.config = config
+        self.model_config = model_config
         self.files = files
         self._service = service
-        self._engine = engine
         self._tokenizer = tokenizer
-        self._model_config = model_config
         self._clock = clock
         self._threads = ThreadPoolExecutor(TOKENIZE_THREADS, "door-text")
         self._text: DoorText | None = None
@@ -130,7 +130,7 @@ class DoorAdapter:
     def text(self) -> DoorText:
         """The text side of the loaded model."""
         if self._text is None or self._text.facts is not self.facts:
-            self._text = DoorText(self._tokenizer, self._model_config, self.facts)
+            self._text = DoorText(self._tokenizer, self.model_config, self.facts)
         return self._text
 
     @property
@@ -142,7 +142,7 @@ class DoorAdapter:
     @property
     def load(self) -> DoorLoad:
         """Load of the engine; all 0 before its start."""
-        report, figures = self._engine.load, self._engine.figures
+        report, figures = self.engine.load, self.engine.figures
         if report is None or figures is None:
             return DoorLoad()
         return DoorLoad(
@@ -152,7 +152,7 @@ class DoorAdapter:
             waiting_tokens=report.waiting_tokens,
             used_blocks=report.total_blocks - report.free_blocks,
             total_blocks=report.total_blocks,
-            busy_s=self._engine.busy_s(self._clock()),
+            busy_s=self.engine.busy_s(self._clock()),
         )
 
     @property
@@ -167,7 +167,7 @@ class DoorAdapter:
         Raises:
             EngineError: the engine does not run.
         """
-        return await self._engine.flush()
+        return await self.engine.flush()
 
     # Requests.
 
@@ -225,7 +225,7 @@ class DoorAdapter:
             start: number of the first wanted batch.
             wants_snapshot: True to begin with all blocks if `start` is 0.
         """
-        return BlockFollower(self._engine, start, wants_snapshot=wants_snapshot)
+        return BlockFollower(self.engine, start, wants_snapshot=wants_snapshot)
 
     def abort(self, request_id: str) -> AbortResult:
         """Ends a request; its stream ends with finishes of FinishKind.ABORTED."""
@@ -286,7 +286,7 @@ class DoorAdapter:
             raise DuplicateRequestError(request_id)
         arrived, left = self._clock(), context.time_remaining()
         deadline = None if left is None else arrived + left
-        call = DoorCall(request_id, prepared.token_ids, self._engine.cancel)
+        call = DoorCall(request_id, prepared.token_ids, self.engine.cancel)
         seqs = self._sequences(request, request_id, prepared, pooling, arrived, deadline)
         self._service.note_direct(request_id, len(prepared.token_ids))
         call.begin(
@@ -302,7 +302,7 @@ class DoorAdapter:
             ]
         )
         self._live[request_id] = call
-        self._engine.submit(*call.answers)
+        self.engine.submit(*call.answers)
         try:
             yield call
         finally:

@@ -149,14 +149,13 @@ class EngineLoop:
         finally:
             self._flushes.discard(flushed)
 
-    def watch_blocks(self, first: int) -> BlockLog:
+    def watch_blocks(self) -> BlockLog:
         """Log of this engine's cached blocks, kept from the first call on.
 
-        Args:
-            first: number of a new log's first batch.
+        Its first number is the time, so that numbers rise from engine to engine, and from process to process.
         """
         if self.block_log is None:
-            self.block_log = BlockLog(first)
+            self.block_log = BlockLog(time.time_ns() // 1000)
             if self._thread is not None:
                 self._thread.put(WatchBlocks())
         return self.block_log

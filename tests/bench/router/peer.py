@@ -14,9 +14,7 @@ all cores, our router one for its loop and two for tokenizing.
 from __future__ import annotations
 
 import contextlib
-import os
 import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
@@ -28,41 +26,25 @@ from tests.bench.router import bed
 from tests.bench.router.bed import CACHE, Row, Run, quantile
 from tests.bench.router.load import ROUTER, SMG, VLLM, WORKER, Plan
 from tests.e2e.service import free_port
+from tests.peers.environment import SMG_PACKAGES, peer_environment, peer_variables
 
-PACKAGES = ("smg==1.13.0", "smg-grpc-proto==0.4.28", "grpcio==1.85.1", "uvloop==0.23.0")
 DOUBLE = Path(__file__).with_name("vllm_double.py")
 START_S = 60.0
 
 
-def peer_environment() -> Path:
-    """The folder with the peer's programs."""
-    venv = CACHE / "smg-venv"
-    stamp = venv / ("-".join(PACKAGES).replace("=", "") + ".stamp")
-    if not stamp.is_file():
-        subprocess.run([sys.executable, "-m", "venv", str(venv)], check=True)
-        subprocess.run([venv / "bin" / "pip", "install", "--quiet", *PACKAGES], check=True)
-        stamp.touch()
-    return venv / "bin"
-
-
 @contextlib.contextmanager
 def _running(command: Sequence[str | Path], log: Path) -> Iterator[int]:
-    with log.open("wb") as out, subprocess.Popen(command, stdout=out, stderr=out, env=_offline()) as child:
+    with log.open("wb") as out, subprocess.Popen(command, stdout=out, stderr=out, env=peer_variables()) as child:
         try:
             yield child.pid
         finally:
             child.kill()
 
 
-def _offline() -> dict[str, str]:
-    ours = {"PYTHONPATH", "VIRTUAL_ENV"}
-    return {**{key: value for key, value in os.environ.items() if key not in ours}, "HF_HUB_OFFLINE": "1"}
-
-
 @contextlib.contextmanager
 def peer(step_ms: float) -> Iterator[tuple[str, str, dict[str, list[int]]]]:
     """`smg` over the double: their addresses and processes."""
-    programs, model = peer_environment(), str(bed.bench_model())
+    programs, model = peer_environment("smg", SMG_PACKAGES), str(bed.bench_model())
     worker_port, port, metrics_port = free_port(), free_port(), free_port()
     double: list[str | Path] = [programs / "python", DOUBLE, str(worker_port), str(step_ms / 1000), model]
     launch: list[str | Path] = [
@@ -160,7 +142,7 @@ def main() -> None:
     rows: list[Row] = []
     for streams in args.streams:
         rows += measure(args.step, streams, args.seconds, args.rounds, args.prompt)
-    bed.show(rows, as_json=args.json, peer=PACKAGES[0])
+    bed.show(rows, as_json=args.json, peer=SMG_PACKAGES[0])
 
 
 if __name__ == "__main__":

@@ -14,13 +14,13 @@ from typing import Any
 
 import grpc
 import uvloop
-from smg_grpc_proto.generated import vllm_engine_pb2 as pb  # type: ignore[import-not-found]
+from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 from smg_grpc_proto.generated import vllm_engine_pb2_grpc as rpc
 
 VOCAB_SIZE = 16_384
 
 
-class VllmDouble(rpc.VllmEngineServicer):  # type: ignore[misc]  # published without types
+class VllmDouble(rpc.VllmEngineServicer):
     """Tokens at a fixed pace."""
 
     def __init__(self, step_s: float, model: str) -> None:
@@ -49,7 +49,7 @@ class VllmDouble(rpc.VllmEngineServicer):  # type: ignore[misc]  # published wit
             self._waiting.append(woken)
             await woken
             ids.append(self._random.randrange(1, VOCAB_SIZE))
-            counts = {"prompt_tokens": prompt, "completion_tokens": len(ids)}
+            counts: dict[str, Any] = {"prompt_tokens": prompt, "completion_tokens": len(ids)}
             await context.write(pb.GenerateResponse(chunk=pb.GenerateStreamChunk(token_ids=ids[-1:], **counts)))
         done = pb.GenerateComplete(output_ids=ids, finish_reason="length", **counts)
         await context.write(pb.GenerateResponse(complete=done))

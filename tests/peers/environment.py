@@ -1,0 +1,32 @@
+"""Environments of other projects' programs: each in a folder of its own under build/, made at the first use."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from tests.e2e.service import REPOSITORY
+
+# The interpreter of this environment runs the double of a worker in tests/bench/router/vllm_double.py too.
+SMG_PACKAGES = ("smg==1.13.0", "smg-grpc-proto==0.4.28", "grpcio==1.85.1", "uvloop==0.23.0")
+PEERS = REPOSITORY / "build" / "peers"
+
+
+def peer_environment(name: str, packages: Sequence[str]) -> Path:
+    """The folder with a peer's programs; installs the packages from PyPI unless they are there."""
+    venv = PEERS / name
+    stamp = venv / "installed"
+    if not stamp.is_file() or stamp.read_text().split() != [*packages]:
+        subprocess.run([sys.executable, "-m", "venv", "--clear", str(venv)], check=True)
+        subprocess.run([venv / "bin" / "pip", "install", "--quiet", *packages], check=True)
+        stamp.write_text("\n".join(packages))
+    return venv / "bin"
+
+
+def peer_variables() -> dict[str, str]:
+    """Environment variables of a peer's process: no packages of ours, and no look at the Hugging Face Hub."""
+    ours = {"PYTHONPATH", "VIRTUAL_ENV"}
+    return {**{key: value for key, value in os.environ.items() if key not in ours}, "HF_HUB_OFFLINE": "1"}
