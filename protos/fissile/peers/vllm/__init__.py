@@ -1,0 +1,1 @@
+"""Generated gRPC stubs of vLLM's native services."""
