@@ -124,6 +124,8 @@ RULES = {
             "worker/doors/openengine_service.py": (WORLD | GRPC, SERVES),
             "worker/doors/served_doors.py": (GRPC, SERVES),
             "worker/doors/vllm_engine.py": (WORLD | GRPC, SERVES),
+            "worker/doors/vllm_inference.py": (GRPC, SERVES),
+            "worker/doors/vllm_inference_messages.py": (GRPC, STATUS),
         },
     ),
     "worker/config": Rule(

@@ -11,7 +11,7 @@ from typing import Final
 
 import grpc
 
-from worker.doors import openengine_service
+from worker.doors import openengine_service, vllm_inference
 from worker.doors.door_adapter import DoorAdapter
 
 
@@ -39,4 +39,5 @@ def _add_vllm_engine(adapter: DoorAdapter, server: grpc.aio.Server) -> None:
 SERVED_DOORS: Final[Mapping[str, ServedDoor]] = {
     "openengine": ServedDoor(openengine_service.SERVICES, openengine_service.add_openengine),
     "vllm-engine": ServedDoor(("vllm.grpc.engine.VllmEngine",), _add_vllm_engine, "smg_grpc_proto"),
+    "vllm-inference": ServedDoor(vllm_inference.SERVICES, vllm_inference.add_vllm_inference),
 }
