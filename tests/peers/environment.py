@@ -15,14 +15,23 @@ SMG_PACKAGES = ("smg==1.13.0", "smg-grpc-proto==0.4.28", "grpcio==1.85.1", "uvlo
 PEERS = REPOSITORY / "build" / "peers"
 
 
-def peer_environment(name: str, packages: Sequence[str]) -> Path:
-    """The folder with a peer's programs; installs the packages from PyPI unless they are there."""
+def peer_environment(name: str, packages: Sequence[str], bare: Sequence[str] = ()) -> Path:
+    """The folder with a peer's programs; installs the packages from PyPI unless they are there.
+
+    Args:
+        name: of the environment.
+        packages: installed with their requirements.
+        bare: installed without them.
+    """
     venv = PEERS / name
     stamp = venv / "installed"
-    if not stamp.is_file() or stamp.read_text().split() != [*packages]:
+    wanted = [*packages, *bare]
+    if not stamp.is_file() or stamp.read_text().split() != wanted:
         subprocess.run([sys.executable, "-m", "venv", "--clear", str(venv)], check=True)
-        subprocess.run([venv / "bin" / "pip", "install", "--quiet", *packages], check=True)
-        stamp.write_text("\n".join(packages))
+        for options in (packages, ["--no-deps", *bare] if bare else ()):
+            if options:
+                subprocess.run([venv / "bin" / "pip", "install", "--quiet", *options], check=True)
+        stamp.write_text("\n".join(wanted))
     return venv / "bin"
 
 
