@@ -64,9 +64,10 @@ class Envoy:
                 raise AssertionError(f"Envoy: not {what}:\n{self.log.read_text()[-4000:]}")
             time.sleep(0.05)
 
-    def wait_healthy(self, hosts: int) -> None:
-        """Waits until so many routers are healthy for it."""
-        self.wait(lambda: self.counters()["cluster.routers.membership_healthy"] == hosts, f"{hosts} healthy routers")
+    def wait_healthy(self, hosts: int, cluster: str = "routers") -> None:
+        """Waits until so many hosts of a cluster are healthy for it."""
+        name = f"cluster.{cluster}.membership_healthy"
+        self.wait(lambda: self.counters().get(name) == hosts, f"{hosts} healthy {cluster}")
 
 
 def load(name: str) -> Configuration:

@@ -100,7 +100,7 @@ def both_routers_run(request: pytest.FixtureRequest) -> None:
     mesh.envoy.wait_healthy(2)
 
 
-@pytest.mark.parametrize("name", ["envoy.yaml", "worker-sidecar.yaml"])
+@pytest.mark.parametrize("name", ["envoy.yaml", "envoy-http.yaml", "worker-sidecar.yaml"])
 def test_envoy_accepts_shipped_config(name: str) -> None:
     result = run([tool("envoy"), "--mode", "validate", "--log-level", "warn", "-c", DEPLOY / "mesh" / name])
     # Fields that are deprecated are told by a warning.
