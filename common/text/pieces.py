@@ -62,6 +62,11 @@ class TokenFloor:
         return total
 
 
+# Where texts may be cut, by tokenizer. To find it takes 50 ms, and routers read a tokenizer again when weights roll.
+_known_followers: Final[dict[tuple[bytes | str, ...], str]] = {}
+_MOST_KNOWN: Final = 64
+
+
 class Cuts:
     """Cuts texts at places where the tokens of the pieces are the tokens of the whole.
 
@@ -74,6 +79,7 @@ class Cuts:
         encoders: all functions that encode pieces, without a beginning-of-sequence token.
         pre_tokenize: returns the ends of a text's words; None without a pre-tokenizer.
         added: texts of added tokens, which no cut may touch.
+        sha256: digest of tokenizer.json. Of equal ones with the same added tokens, only the first is probed.
     """
 
     def __init__(
@@ -82,8 +88,15 @@ class Cuts:
         encoders: Sequence[Ids],
         pre_tokenize: Callable[[str], Iterable[int]] | None,
         added: Sequence[str],
+        sha256: bytes,
     ) -> None:
-        followers = "" if _looks_around(content) else "".join(_followers(content, encoders, pre_tokenize, added))
+        key: tuple[bytes | str, ...] = (sha256, *added)
+        followers = _known_followers.get(key)
+        if followers is None:
+            followers = "" if _looks_around(content) else "".join(_followers(content, encoders, pre_tokenize, added))
+            if len(_known_followers) >= _MOST_KNOWN:
+                _known_followers.clear()
+            _known_followers[key] = followers
         self._cut = re.compile(f"[^\\W_](?=[{followers}])") if followers else None
 
     def split(self, text: str, most_bytes: int | None = None) -> Iterator[str]:
@@ -257,6 +270,7 @@ def _followers(
     added: Sequence[str],
 ) -> Iterator[str]:
     """Characters, in the syntax of a pattern's class, in front of which a text may be cut after a letter or digit."""
+    anchored = [(encode, len(encode(ANCHOR))) for encode in encoders]
     strips = any(token.get("rstrip") and token["content"][-1:].isalnum() for token in content.get("added_tokens", ()))
     for follower in _FOLLOWERS:
         cut = re.compile(f"[^\\W_](?=[{follower}])")
@@ -267,7 +281,7 @@ def _followers(
         ends = pre_tokenize is not None and all(len(left) in set(pre_tokenize(left + right)) for left, right in probes)
         if not ends and _crossed(content, cut):
             continue
-        if all(_same(encode, left, right) for encode in encoders for left, right in probes):
+        if all(_same(encode, anchor, left, right) for encode, anchor in anchored for left, right in probes):
             yield follower
 
 
@@ -292,6 +306,5 @@ def _crossed(content: Mapping[str, Any], cut: re.Pattern[str]) -> bool:
     return cut.search("\0".join(vocabulary(model)).replace("▁", " ")) is not None
 
 
-def _same(encode: Ids, left: str, right: str) -> bool:
-    anchor = len(encode(ANCHOR))
+def _same(encode: Ids, anchor: int, left: str, right: str) -> bool:
     return [*encode(left), *encode(ANCHOR + right)[anchor:]] == list(encode(left + right))

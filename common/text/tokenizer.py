@@ -193,7 +193,7 @@ class Tokenizer:
         self._floor = TokenFloor(content)
         self._spells_special = _spells_special(content, special)
         self._anchors = {id(each): len(self._ids(each, ANCHOR)) for each in (self._parsing, self._plain)}
-        self._cuts = self._safe_cuts(content, special)
+        self._cuts = self._safe_cuts(content, special, hashlib.sha256(written.encode()).digest())
 
     @classmethod
     def from_files(cls, files: Mapping[str, bytes]) -> Tokenizer:
@@ -388,7 +388,7 @@ class Tokenizer:
         for piece in pieces:
             yield self._ids(tokenizer, ANCHOR + piece)[self._anchors[id(tokenizer)] :]
 
-    def _safe_cuts(self, content: Mapping[str, Any], special: frozenset[str]) -> Cuts:
+    def _safe_cuts(self, content: Mapping[str, Any], special: frozenset[str], sha256: bytes) -> Cuts:
         words = self._parsing.pre_tokenizer
         added = {token.content for token in self._parsing.get_added_tokens_decoder().values()}
 
@@ -397,7 +397,7 @@ class Tokenizer:
             return [end for _, (_, end) in words.pre_tokenize_str(text)]
 
         encoders = [lambda text: self._ids(self._parsing, text), lambda text: self._ids(self._plain, text)]
-        return Cuts(content, encoders, None if words is None else ends, sorted(added | special))
+        return Cuts(content, encoders, None if words is None else ends, sorted(added | special), sha256)
 
     def _inner_ids(self, tokenizer: tokenizers.Tokenizer, text: str) -> list[int]:
         """Encodes text that continues other text, without the space that SentencePiece puts in front of a text."""
