@@ -157,7 +157,7 @@ def babble(address: str, seed: int, frames: int) -> int:
     host, _, port = address.rpartition(":")
     while sent < frames:
         connections += 1
-        with socket.create_connection((host, int(port)), timeout=10) as sock, contextlib.suppress(OSError):
+        with socket.create_connection((host, int(port)), timeout=60) as sock, contextlib.suppress(OSError):
             if rnd.random() < 0.9:
                 sock.sendall(PREFACE + b"\0\0\0\4\0\0\0\0\0")
             for _ in range(rnd.randrange(1, 40)):

@@ -182,7 +182,7 @@ def test_streams_survive_a_killed_worker_and_new_certificates(service: SecureSer
         context = ssl.create_default_context()
         context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
         context.set_alpn_protocols(["h2"])
-        raw = socket.create_connection(("127.0.0.1", process.port), timeout=20)
+        raw = socket.create_connection(("127.0.0.1", process.port), timeout=60)
         with context.wrap_socket(raw) as wrapped:
             return wrapped.getpeercert(binary_form=True) or b""
 
@@ -389,8 +389,8 @@ def test_s2_a_missing_or_bad_key_is_unauthenticated(service: SecureService) -> N
             ([("authorization", "Bearer fsl_guess")], "API_KEY_INVALID"),
         ]:
             for call in (
-                lambda m=metadata: list(stub.Generate(made, timeout=20, metadata=m)),
-                lambda m=metadata: stub.ListModels(pb.ListModelsRequest(), timeout=20, metadata=m),
+                lambda m=metadata: list(stub.Generate(made, timeout=60, metadata=m)),
+                lambda m=metadata: stub.ListModels(pb.ListModelsRequest(), timeout=60, metadata=m),
             ):
                 error = failure(call)
                 assert (error.code(), reason(error)) == (grpc.StatusCode.UNAUTHENTICATED, why)
@@ -400,10 +400,10 @@ def test_s2_a_missing_or_bad_key_is_unauthenticated(service: SecureService) -> N
             ("alice", [("x-fissile-tenant", "silver")], "TENANT_MISMATCH"),
         ]:
             metadata = [("authorization", f"Bearer {service.keys[name]}"), *extra]
-            error = failure(lambda m=metadata: list(stub.Generate(made, timeout=20, metadata=m)))  # type: ignore[misc]
+            error = failure(lambda m=metadata: list(stub.Generate(made, timeout=60, metadata=m)))  # type: ignore[misc]
             assert (error.code(), reason(error)) == (grpc.StatusCode.PERMISSION_DENIED, why)
         own = (("authorization", f"Bearer {service.keys['alice']}"), ("x-fissile-tenant", "gold"))
-        assert list(stub.Generate(made, timeout=20, metadata=own))
+        assert list(stub.Generate(made, timeout=60, metadata=own))
 
 
 def test_s2_a_revoked_key_ends_within_seconds(service: SecureService) -> None:

@@ -23,7 +23,7 @@ from common.cli.serve.ports import free_ports
 from tests.e2e.forked import ForkedProcess, can_fork
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-START_TIMEOUT_S = 90.0
+START_TIMEOUT_S = 200.0
 # Of workers with a model: by itself one takes a quarter of the free memory when it starts, in seconds. Simulated ones
 # have none.
 SMALL_POOL = {"FISSILE_KV_CACHE_MEMORY": "64MiB"}
@@ -220,7 +220,7 @@ class Answer:
             self.finish = part.finish
 
 
-def generate(stub: InferenceServiceStub, request: pb.GenerateRequest, timeout: float = 60.0) -> Answer:
+def generate(stub: InferenceServiceStub, request: pb.GenerateRequest, timeout: float = 120.0) -> Answer:
     """Runs one Generate to its end."""
     answer = Answer()
     for part in stub.Generate(request, timeout=timeout):
@@ -229,7 +229,7 @@ def generate(stub: InferenceServiceStub, request: pb.GenerateRequest, timeout: f
     return answer
 
 
-def chat(stub: InferenceServiceStub, request: pb.ChatRequest, timeout: float = 60.0) -> Answer:
+def chat(stub: InferenceServiceStub, request: pb.ChatRequest, timeout: float = 120.0) -> Answer:
     """Runs one Chat to its end."""
     answer = Answer()
     for part in stub.Chat(request, timeout=timeout):

@@ -357,7 +357,7 @@ async def test_every_request_of_storm_has_one_log_line(lines: list[Line]) -> Non
         name, kind = f"s{i}", i % 5
         await asyncio.sleep(rnd.random())
         params = {"max_tokens": 0 if kind == 0 else rnd.choice([3, 40, 300])}
-        call = b.stub.Generate(request(request_id=name, params=params), timeout=0.4 if kind == 1 else 30)
+        call = b.stub.Generate(request(request_id=name, params=params), timeout=0.4 if kind == 1 else 60)
         with contextlib.suppress(grpc.aio.AioRpcError, asyncio.CancelledError):
             if kind == 2:
                 await call.read()
@@ -371,12 +371,12 @@ async def test_every_request_of_storm_has_one_log_line(lines: list[Line]) -> Non
         await workers[0].stop()
         await storm
         await b.empty()
-        await asyncio.sleep(0.1)
+        # A call with a short deadline may end before it has come here at all.
+        short = {f"s{i}" for i in range(1, 150, 5)}
+        await until(lambda: told.keys() - {line.get("request_id") for line in ended(lines)} <= short)
     found = Counter(line["request_id"] for line in ended(lines) if "request_id" in line)
-    # A call may be over for its client before it has come here at all.
     missing = told.keys() - found.keys()
-    assert all(told[name] in (grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED) for name in missing)
-    assert len(missing) < 30
+    assert {told[name] for name in missing} <= {grpc.StatusCode.DEADLINE_EXCEEDED}
     assert 150 - len(missing) <= len(ended(lines)) <= 150
     assert set(found.values()) == {1}
     assert found.keys() <= told.keys()

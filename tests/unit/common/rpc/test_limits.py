@@ -265,7 +265,7 @@ def reset_calls(address: str, count: int, refused: int) -> None:
     streams = [(2 * i + 1).to_bytes(4) for i in range(count)]
     calls = b"".join(begin + stream + block + reset + stream + CANCEL for stream in streams)
     host, _, port = address.rpartition(":")
-    with socket.create_connection((host, int(port)), timeout=20) as connection, connection.makefile("rb") as answers:
+    with socket.create_connection((host, int(port)), timeout=60) as connection, connection.makefile("rb") as answers:
         connection.sendall(_HELLO)
         while refused and (header := answers.read(9)):
             kind, is_ack, content = header[3], header[4] & 1, answers.read(int.from_bytes(header[:3]))

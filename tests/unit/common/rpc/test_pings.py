@@ -36,7 +36,7 @@ def ping(port: int, count: int, pause_s: float, *, calls: bool = False) -> tuple
         http.send_headers(1, list(WATCH.items()))
         http.send_data(1, bytes(5), end_stream=True)
     answered = 0
-    with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
+    with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
         for number in range(count):
             http.ping(number.to_bytes(8, "big"))
             connection.sendall(http.data_to_send())

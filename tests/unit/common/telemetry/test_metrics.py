@@ -227,5 +227,5 @@ def test_dead_collector_costs_one_warning_for_both_signals(monkeypatch: pytest.M
             metrics.shutdown()
             took = time.monotonic() - start
             time.sleep(0.1)
-    assert took <= 2 * TELEMETRY_SHUTDOWN_S + 15
+    assert took <= 2 * TELEMETRY_SHUTDOWN_S + 60
     assert Counter((line["log_level"], line["endpoint"]) for line in lines) == {("warning", endpoint): 1}
