@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 from typing import Any, Literal
 
 from fissile.client.base import detokenize, get_model, render_prompt, tokenize
@@ -16,7 +17,7 @@ from facade.openai.chat import Message, ToolField, chat_message, chat_tool
 
 
 def model_json(model: pb.Model, created: int) -> dict[str, Any]:
-    """A model as OpenAI's clients read it, with vLLM's fields and Fissile's own.
+    """A model as OpenAI's and Anthropic's clients read it, with vLLM's fields and Fissile's own.
 
     Args:
         model: the model.
@@ -36,13 +37,20 @@ def model_json(model: pb.Model, created: int) -> dict[str, Any]:
         "root": model.name,
         "parent": None,
         "max_model_len": model.max_model_len,
+        "type": "model",
+        "display_name": model.name,
+        "created_at": datetime.fromtimestamp(created, UTC).isoformat(),
+        "lifecycle": "active",
+        "max_input_tokens": model.max_model_len,
         "fissile": facts,
     }
 
 
 def models_json(models: Sequence[pb.Model], created: int) -> dict[str, Any]:
-    """The list of models."""
-    return {"object": "list", "data": [model_json(model, created) for model in models]}
+    """The list of models: one page."""
+    data = [model_json(model, created) for model in models]
+    ends = {"first_id": data[0]["id"], "last_id": data[-1]["id"]} if data else {"first_id": None, "last_id": None}
+    return {"object": "list", "data": data, "has_more": False, **ends}
 
 
 class TokenizeBody(Body):

@@ -10,7 +10,7 @@ from typing import Any
 import anthropic
 import httpx2
 import pytest
-from anthropic.types import Message, RawMessageStreamEvent
+from anthropic.types import Message, ModelInfo, RawMessageStreamEvent
 from fissile.admin.v1 import admin_pb2 as apb
 from fissile.v1 import inference_pb2 as pb
 from pydantic import TypeAdapter
@@ -161,6 +161,15 @@ async def test_count_equals_the_tokens_of_the_prompt(served: Served) -> None:
     counted = await served.client.messages.count_tokens(**prompt, system="Be brief.")
     usage = (await served.client.messages.create(**ASK, system="Be brief.")).usage
     assert counted.input_tokens == usage.input_tokens + (usage.cache_read_input_tokens or 0)
+
+
+async def test_models_are_listed_for_this_package_too(served: Served) -> None:
+    listed = [model async for model in served.client.models.list()]
+    one = await served.client.models.retrieve("m")
+    assert [(model.id, model.display_name, model.max_input_tokens) for model in [*listed, one]] == [
+        ("m", "m", 4096)
+    ] * 2
+    ModelInfo.model_validate_json(one.to_json(), strict=True)
 
 
 async def test_stop_sequence_is_named(served: Served) -> None:
