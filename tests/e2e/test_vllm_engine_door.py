@@ -28,9 +28,11 @@ from smg_grpc_proto.generated.vllm_engine_pb2_grpc import VllmEngineStub
 from common.text.tokenizer import Tokenizer
 from common.wire.block_hash import hash_chain
 from tests.e2e.service import REPOSITORY, Process, Service, free_port, running, running_service
+from tests.e2e.simulated import OPTIONS, simulated_model
 
 DEMO = REPOSITORY / "deploy" / "demo" / "checkpoint"
 LIMIT_S = 60.0
+LONGEST = 200_000
 QUESTION = "What is 12 + 7?"
 # What smg sends beside the fields that a client gave.
 SMG: dict[str, Any] = {"top_p": 1.0, "repetition_penalty": 1.0, "skip_special_tokens": True, "n": 1}
@@ -47,6 +49,21 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
 def stub(service: Service) -> Iterator[VllmEngineStub]:
     with grpc.insecure_channel(service.workers[0].address) as channel:
         yield VllmEngineStub(channel)
+
+
+@pytest.fixture(scope="module")
+def slow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    """A simulated worker, without a router, whose `endless` answers take a quarter of an hour."""
+    folder, port = tmp_path_factory.mktemp("slow"), free_port()
+    arguments = ["worker", "--model", str(simulated_model(folder / "model", LONGEST)), "--port", str(port), *OPTIONS]
+    worker = Process("worker", [*arguments, "--doors", "vllm-engine"], port, folder / "worker.log")
+    with running([worker]), grpc.insecure_channel(worker.address) as channel:
+        yield Service(worker, [worker], channel)
+
+
+@pytest.fixture(scope="module")
+def slow_stub(slow: Service) -> VllmEngineStub:
+    return VllmEngineStub(slow.channel)
 
 
 @pytest.fixture(scope="module")
@@ -90,6 +107,14 @@ def sampling_defaults() -> dict[str, float]:
     """What the model's generation_config.json says of sampling."""
     config = json.loads((DEMO / "generation_config.json").read_text())
     return {name: config[name] for name in ("temperature", "top_k", "top_p", "min_p") if name in config}
+
+
+def is_healthy(stub: VllmEngineStub) -> bool:
+    """True if the worker says that it takes requests."""
+    try:
+        return bool(stub.HealthCheck(pb.HealthCheckRequest(), timeout=LIMIT_S).healthy)
+    except grpc.RpcError:
+        return False
 
 
 def wait_until(is_true: Callable[[], bool]) -> None:
@@ -217,29 +242,29 @@ def endless(prompt: list[int], request_id: str) -> pb.GenerateRequest:
     return asked(prompt, request_id=request_id, ignore_eos=True, max_tokens=1_000_000, temperature=1.0, n=2)
 
 
-def test_abort_ends_a_stream_with_its_finishes(stub: VllmEngineStub, service: Service) -> None:
-    call = stub.Generate(endless([5, 6, 7], "aborted"), timeout=LIMIT_S)
+def test_abort_ends_a_stream_with_its_finishes(slow: Service, slow_stub: VllmEngineStub) -> None:
+    call = slow_stub.Generate(endless([5, 6, 7], "aborted"), timeout=LIMIT_S)
     next(call)
-    stub.Abort(pb.AbortRequest(request_ids=["unknown", "aborted"]), timeout=LIMIT_S)
+    slow_stub.Abort(pb.AbortRequest(request_ids=["unknown", "aborted"]), timeout=LIMIT_S)
     finishes = [each.complete for each in call if each.HasField("complete")]
     assert sorted((each.index, each.finish_reason) for each in finishes) == [(0, "abort"), (1, "abort")]
-    assert service.wait_idle().decoding_seqs == 0
-    stub.Abort(pb.AbortRequest(request_ids=["aborted"]), timeout=LIMIT_S)
+    assert slow.wait_idle().decoding_seqs == 0
+    slow_stub.Abort(pb.AbortRequest(request_ids=["aborted"]), timeout=LIMIT_S)
 
 
-def test_reset_ends_what_the_engine_runs(stub: VllmEngineStub, service: Service) -> None:
-    call = stub.Generate(endless([5, 6, 7], "reset"), timeout=LIMIT_S)
+def test_reset_ends_the_sequences_of_a_stream(slow: Service, slow_stub: VllmEngineStub) -> None:
+    call = slow_stub.Generate(endless([5, 6, 7], "reset"), timeout=LIMIT_S)
     next(call)
     call.cancel()
-    load = service.wait_idle()
+    load = slow.wait_idle()
     assert (load.decoding_seqs, load.free_blocks) == (0, load.total_blocks)
 
 
-def test_id_in_use_is_refused(stub: VllmEngineStub) -> None:
-    call = stub.Generate(endless([5, 6, 7], "twice"), timeout=LIMIT_S)
+def test_id_in_use_is_refused(slow_stub: VllmEngineStub) -> None:
+    call = slow_stub.Generate(endless([5, 6, 7], "twice"), timeout=LIMIT_S)
     next(call)
     with pytest.raises(grpc.RpcError) as caught:
-        answers(stub, endless([5], "twice"))
+        answers(slow_stub, endless([5], "twice"))
     assert caught.value.code() is grpc.StatusCode.ALREADY_EXISTS
     call.cancel()
 
@@ -310,7 +335,7 @@ class Subscription:
         self.error: grpc.RpcError | None = None
         request = common.SubscribeKvEventsRequest(start_sequence_number=start, load_records_before_first_batch=True)
         self.call = stub.SubscribeKvEvents(request)
-        self._thread = threading.Thread(target=self._read)
+        self._thread = threading.Thread(target=self._read, daemon=True)
         self._thread.start()
 
     def _read(self) -> None:
@@ -364,31 +389,32 @@ def test_kv_events_are_the_blocks_of_the_cache(stub: VllmEngineStub, service: Se
         each.close()
 
 
-def test_load_is_pushed_and_polled(stub: VllmEngineStub, service: Service) -> None:
-    service.wait_idle()
-    feed = Subscription(stub)
-    call = stub.Generate(endless([5, 6, 7], "load"), timeout=LIMIT_S)
+def test_load_is_pushed_and_polled(slow: Service, slow_stub: VllmEngineStub) -> None:
+    slow.wait_idle()
+    feed = Subscription(slow_stub)
+    call = slow_stub.Generate(endless([5, 6, 7], "load"), timeout=LIMIT_S)
     next(call)
     wait_until(lambda: any(each.running_requests == 2 and each.token_usage > 0 for each in feed.loads))
     wait_until(lambda: any(each.gen_throughput > 0 for each in feed.loads))
-    polled = stub.GetLoads(pb.GetLoadsRequest(include=["core"]), timeout=LIMIT_S)
+    polled = slow_stub.GetLoads(pb.GetLoadsRequest(include=["core"]), timeout=LIMIT_S)
     (load,) = polled.loads
     assert (polled.dp_rank_count, load.num_running_reqs, load.num_total_reqs) == (1, 2, 2)
     assert 0 < load.num_used_tokens < load.max_total_num_tokens
     call.cancel()
     wait_until(lambda: feed.loads[-1].running_requests == 0 and not feed.loads[-1].HasField("engine_silence_ms"))
-    assert [each.sample for each in feed.loads] == list(range(1, len(feed.loads) + 1))
     feed.close()
+    assert [each.sample for each in feed.loads] == list(range(1, len(feed.loads) + 1))
 
 
-def test_flush_beside_running_sequences_says_so(stub: VllmEngineStub) -> None:
-    call = stub.Generate(endless([5, 6, 7], "flush"), timeout=LIMIT_S)
+def test_flush_beside_running_sequences_says_so(slow: Service, slow_stub: VllmEngineStub) -> None:
+    slow.wait_idle()
+    call = slow_stub.Generate(endless([5, 6, 7], "flush"), timeout=LIMIT_S)
     next(call)
-    flushed = stub.FlushCache(common.FlushCacheRequest(), timeout=LIMIT_S)
+    flushed = slow_stub.FlushCache(common.FlushCacheRequest(), timeout=LIMIT_S)
     assert (flushed.success, "2 running sequences" in flushed.message) == (False, True)
     call.cancel()
     with pytest.raises(grpc.RpcError) as caught:
-        stub.FlushCache(common.FlushCacheRequest(timeout_s=math.nan), timeout=LIMIT_S)
+        slow_stub.FlushCache(common.FlushCacheRequest(timeout_s=math.nan), timeout=LIMIT_S)
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
@@ -404,7 +430,7 @@ def test_drain_finishes_answers_and_ends_subscriptions(tmp_path: Path) -> None:
         call = stub.Generate(request, timeout=LIMIT_S)
         next(call)
         worker.running.send_signal(signal.SIGTERM)
-        wait_until(lambda: not stub.HealthCheck(pb.HealthCheckRequest(), timeout=LIMIT_S).healthy)
+        wait_until(lambda: not is_healthy(stub))
         (complete,) = (each.complete for each in call if each.HasField("complete"))
         assert (complete.completion_tokens, complete.finish_reason) == (900, "length")
         wait_until(lambda: feed.error is not None)

@@ -249,7 +249,8 @@ def test_router_knows_the_cached_blocks_and_the_load(smg: RunningSmg) -> None:
 
 def test_killed_worker_costs_its_own_streams_alone(tmp_path: Path) -> None:
     """smg has no failover: a stream that has begun ends with an error. The next requests go to the other worker."""
-    with running_service(tmp_path, DEMO, workers=2, worker_options=DOOR) as service:
+    slow = ["--doors", "vllm-engine", "--simulate", "fixed:20ms"]
+    with running_service(tmp_path, DEMO, workers=2, worker_options=slow) as service:
         with running_smg(service.workers, tmp_path, "--policy", "round_robin") as smg:
             streams = [
                 iter(ask(smg, STORY, stream=True, max_tokens=900, temperature=1.0, extra_body={"ignore_eos": True}))
