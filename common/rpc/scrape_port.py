@@ -243,26 +243,34 @@ class ScrapePort:
         protocol = asyncio.StreamReaderProtocol(reader)
         transport: asyncio.Transport | None = None
         try:
-            async with asyncio.timeout(SCRAPE_TIMEOUT_S):
-                transport = await self._connect(connection, protocol)
+            transport = await self._connect(connection, protocol)
             writer = asyncio.StreamWriter(transport, protocol, reader, asyncio.get_running_loop())
-            # An answer is complete when the kernel has all of it.
-            transport.set_write_buffer_limits(0)
+            # An answer is complete when the kernel has all of it. A limit of 0 pauses TLS for ever.
+            transport.set_write_buffer_limits(high=1, low=0)
             while await self._answer_next(reader, writer):
                 pass
+            # With TLS the last answer may still be in a buffer, and the client waits for TLS to end.
+            writer.close()
+            await writer.wait_closed()
         except (OSError, TimeoutError, EOFError):
             # The client ended, broke TLS, or does not read.
             pass
         finally:
-            if transport is None:
-                connection.close()
-            else:
+            # A connection whose TLS does not begin closes by itself.
+            if transport is not None:
                 transport.abort()
 
     async def _connect(self, connection: socket.socket, protocol: asyncio.Protocol) -> asyncio.Transport:
         loop = asyncio.get_running_loop()
         connection.setblocking(False)
-        transport, _ = await loop.connect_accepted_socket(lambda: protocol, connection, ssl=self._context)
+        timeout_s = None if self._context is None else SCRAPE_TIMEOUT_S
+        transport, _ = await loop.connect_accepted_socket(
+            lambda: protocol,
+            connection,
+            ssl=self._context,
+            ssl_handshake_timeout=timeout_s,
+            ssl_shutdown_timeout=timeout_s,
+        )
         return transport
 
     async def _answer_next(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:

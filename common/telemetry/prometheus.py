@@ -3,7 +3,7 @@
 Why not `opentelemetry-exporter-prometheus` or a reader of the SDK's `MetricsData` (measured with version 1.45, 64
 workers and 5 models, 395 points):
 
-- The exporter drops exemplars, collects anew for every scrape, and takes 12 ms for each. This text takes 1 ms.
+- The exporter drops exemplars, collects anew for every scrape, and takes 12 ms for each. This text takes 2 ms.
 - The SDK's aggregation remembers the labels of every worker that ever was. After 2,000 it merges all new ones into one
   overflow series, for good. Here a series exists for as long as its instrument reports it.
 - Autoscalers want names with a colon (`vllm:num_requests_waiting`), which the SDK refuses.

@@ -146,6 +146,7 @@ class RouterMetrics:
         self.usage: dict[tuple[str, str], Usage] = {}
         self._metrics = metrics
         self._snapshot = RouterSnapshot()
+        self._last_loads: tuple[RouterSnapshot, dict[str, ModelLoad]] = self._snapshot, {}
         self.duration = metrics.histogram(
             names.SERVER_DURATION, "s", "From a request's arrival to its end", _DURATION_BOUNDS
         )
@@ -301,7 +302,12 @@ class RouterMetrics:
         ]
 
     def _loads(self) -> dict[str, ModelLoad]:
-        return model_loads(self._snapshot.waiting, self._snapshot.workers)
+        snapshot, loads = self._last_loads
+        if snapshot is not self._snapshot:
+            snapshot = self._snapshot
+            loads = model_loads(snapshot.waiting, snapshot.workers)
+            self._last_loads = snapshot, loads
+        return loads
 
     def _model(self, value: Callable[[ModelLoad], float]) -> Callable[[], Observed]:
         """Observations of the models that are served or waited for."""

@@ -6,10 +6,11 @@ import asyncio
 import contextlib
 import functools
 import http.client
+import math
 import socket
 import time
 import urllib.request
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -67,13 +68,24 @@ def as_series(points: Iterable[ReceivedPoint]) -> Series:
     return found
 
 
+def total(series: Series, name: str) -> float:
+    return math.fsum(value for (which, _), value in series.items() if which == name)
+
+
 def has_arrived(receiver: OtlpReceiver, read: int, prefixes: tuple[str, ...]) -> bool:
     """True if an export arrived after the first `read` points."""
     return any(point.name.replace(".", "_").startswith(prefixes) for point in receiver.points[read:])
 
 
-async def agree(receiver: OtlpReceiver, port: int, *prefixes: str) -> Series:
-    """Waits until a scrape has exactly what the collector got last; returns the scrape."""
+async def agree(receiver: OtlpReceiver, port: int, *prefixes: str, wanted: Mapping[str, float]) -> Series:
+    """Waits until a scrape has exactly what the collector got last, and the process has settled; returns the scrape.
+
+    Args:
+        receiver: the collector.
+        port: of the metrics.
+        prefixes: of the names to compare.
+        wanted: by name, the sum of a metric's values once the process has settled.
+    """
     end = time.monotonic() + 60
     while True:
         # The collector keeps series that are gone: only the next export counts, which arrives whole.
@@ -87,7 +99,7 @@ async def agree(receiver: OtlpReceiver, port: int, *prefixes: str) -> Series:
             for key, value in found.items()
             if key[0].startswith(prefixes) and not key[0].startswith(restless)
         }
-        if sent == kept:
+        if sent == kept and {name: total(found, name) for name in wanted} == wanted:
             return found
         assert time.monotonic() < end, {key: (sent.get(key), kept.get(key)) for key in sent.keys() ^ kept.keys()}
         await asyncio.sleep(0.05)
@@ -118,14 +130,19 @@ async def test_router_shows_scrapers_what_the_collector_gets(receiver: OtlpRecei
         chat.sampling_params.max_tokens = 4
         await collect(b.stub.Chat(chat))
         await error_of(b.stub.Generate(request(model="no such model")))
-        found = await agree(receiver, port_of(b), "fissile_", "gen_ai_")
+        settled = {
+            "fissile_router_requests_in_flight": 0,
+            "fissile_router_answers_finished_total": 4,
+            "fissile_router_requests_failed_total": 1,
+            "fissile_router_worker_running": 0,
+        }
+        found = await agree(receiver, port_of(b), "fissile_", "gen_ai_", wanted=settled)
         assert of_model(found, "vllm:num_requests_waiting") == of_model(found, "vllm:num_requests_running") == 0
         assert of_model(found, "vllm:generation_tokens_total") == 3 * 6 + 4
         assert of_model(found, "vllm:request_success_total", finished_reason="length") == 4
         for name in ("time_to_first_token", "request_time_per_output_token", "e2e_request_latency"):
             assert of_model(found, f"vllm:{name}_seconds_count") == 4
-        prompts = sum(value for (name, _), value in found.items() if name == "fissile_router_tokens_prompt_total")
-        assert of_model(found, "vllm:prompt_tokens_total") == prompts > 0
+        assert of_model(found, "vllm:prompt_tokens_total") == total(found, "fissile_router_tokens_prompt_total") > 0
         assert "no such model" not in str(found)
         kinds, openmetrics = await asyncio.to_thread(scrape, port_of(b), "application/openmetrics-text")
         assert kinds["vllm:time_to_first_token_seconds"] == "histogram"
@@ -242,7 +259,8 @@ def test_worker_shows_scrapers_what_the_collector_gets(tmp_path: Path, simulated
             )
             answers = [generate(service.stub, asked) for _ in range(2)]
             usages = [answer.finish.usage for answer in answers if answer.finish is not None]
-            found = asyncio.run(agree(receiver, port, "fissile_engine_"))
+            settled = {"fissile_engine_sequences_ended_total": 2, "fissile_engine_sequences_running": 0}
+            found = asyncio.run(agree(receiver, port, "fissile_engine_", wanted=settled))
             of_test = {name: value for (name, labels), value in found.items() if ("model_name", "test") in labels}
             assert of_test["vllm:generation_tokens_total"] == sum(usage.completion_tokens for usage in usages)
             assert of_test["vllm:prompt_tokens_total"] == sum(usage.prompt_tokens for usage in usages)

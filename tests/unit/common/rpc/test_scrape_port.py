@@ -272,6 +272,23 @@ def test_tls_asks_for_a_certificate_and_follows_its_files(tmp_path: Path) -> Non
             assert status_of(plain) == 0
         trusting.load_cert_chain(client.cert, client.key)
         assert b"reads_total" in urllib.request.urlopen(url, context=trusting, timeout=PATIENT_S).read()
+        with contextlib.closing(
+            http.client.HTTPSConnection("127.0.0.1", served.port.port, timeout=PATIENT_S, context=trusting)
+        ) as scraper:
+            scraper.connect()
+            connection = scraper.sock
+            for _ in range(20):
+                scraper.request("GET", "/metrics")
+                assert b"reads_total" in scraper.getresponse().read()
+                assert scraper.sock is connection
+            connection.sendall(GET.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n"))
+            while connection.recv(1 << 16):
+                pass
+        # Connections without TLS keep nobody out, and neither do those that were ended for others.
+        with contextlib.ExitStack() as stack:
+            for _ in range(3 * MAX_SCRAPE_CONNECTIONS):
+                stack.enter_context(served.connect())
+            assert urllib.request.urlopen(url, context=trusting, timeout=PATIENT_S).read()
         before = certificate_of(served, trusting)
         authority.issue("server", "127.0.0.1")
         assert certificate_of(served, trusting) != before
