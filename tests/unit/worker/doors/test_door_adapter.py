@@ -16,6 +16,7 @@ import pytest_asyncio
 from structlog.testing import capture_logs
 
 from common.errors import ApiError
+from common.telemetry.request_record import RequestRecord, begin_record
 from tests.unit.worker.doors.support import CONFIG, DOOR, NUM_BLOCKS, answered, demo_worker, fake_context
 from worker.doors.door_adapter import DoorAdapter
 from worker.doors.door_request import (
@@ -290,3 +291,26 @@ async def test_state_and_facts(adapter: DoorAdapter) -> None:
     assert adapter.facts.model == "demo"
     assert adapter.default_pooling == "last"
     assert re.fullmatch(r"\S+", adapter.text.token_text(300).strip())
+
+
+@pytest.mark.parametrize(("is_done", "status"), [(True, grpc.StatusCode.OK), (False, grpc.StatusCode.CANCELLED)])
+async def test_peer_that_leaves_with_the_last_message_has_not_cancelled(
+    served: tuple[Worker, DoorAdapter], is_done: bool, status: grpc.StatusCode
+) -> None:
+    """Regression: Dynamo resets a stream before its status, and complete answers were logged as CANCELLED."""
+    _, adapter = served
+    record = RequestRecord()
+
+    async def answer() -> None:
+        begin_record(record)
+        request = DoorRequest(PROMPT, {"max_tokens": 3} if is_done else ENDLESS)
+        async with adapter.call(DOOR, request, fake_context()) as call:
+            await call.next_events()
+            while is_done and not call.is_done:
+                await call.next_events()
+            raise asyncio.CancelledError
+
+    with pytest.raises(asyncio.CancelledError) as left:
+        await asyncio.create_task(answer())
+    record.end(left.value, 0.0, None)
+    assert record.code is status
