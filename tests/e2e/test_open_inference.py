@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 import struct
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,8 +28,10 @@ from tests.checkpoints import make_checkpoint
 from tests.e2e.fake_worker import FakeWorker
 from tests.e2e.router_bench import FILES, Bench, bench, collect, error_of, until
 from tests.e2e.service import Service, running_service
+from tests.mangled import Mangler
 
-STREAM_CALL = "inference.GRPCInferenceService/ModelStreamInfer"
+REQUEST = oip.ModelInferRequest
+REFUSALS = frozenset({"INVALID_ARGUMENT", "UNIMPLEMENTED", "OUT_OF_RANGE", "NOT_FOUND", "PERMISSION_DENIED"})
 
 
 @pytest.fixture(scope="module")
@@ -149,6 +153,27 @@ def test_metadata_and_readiness(service: Service) -> None:
     with pytest.raises(grpc.RpcError) as caught:
         stub.ModelMetadata(oip.ModelMetadataRequest(name="other"), timeout=60)
     assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+def test_mangled_requests_get_a_status_that_names_a_field(service: Service) -> None:
+    stub, seen, problems = GRPCInferenceServiceStub(service.channel), Counter[str](), []
+    served = {f"ModelInferRequest.{name}" for name in ("inputs", "raw_input_contents", "parameters", "model_version")}
+    mangler = Mangler(random.Random(5), served)
+    for i in range(240):
+        message: Any = mangler.changed(infer("say", params={"max_tokens": 3})) if i % 4 else mangler.random(REQUEST)
+        try:
+            stub.ModelInfer(message, timeout=60)
+            code = "OK"
+        except grpc.RpcError as error:
+            failed: Any = error
+            code = failed.code().name
+            if code not in REFUSALS or not failed.details():
+                problems.append((message, code, failed.details()))
+        seen[code] += 1
+    assert not problems, problems[:3]
+    assert min(seen["INVALID_ARGUMENT"], seen["UNIMPLEMENTED"]) > 5, seen
+    stub.ModelInfer(infer("say"), timeout=60)
+    service.wait_idle()
 
 
 def stub_of(made: Bench) -> Any:

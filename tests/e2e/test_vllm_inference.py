@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import random
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,10 +21,14 @@ from fissile.v1 import inference_pb2 as own
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tests.e2e.service import Service, running_service
+from tests.mangled import Mangler
 from worker.doors.vllm_inference import SERVICES
+from worker.doors.vllm_inference_messages import SERVED
 
 DEMO = Path(__file__).resolve().parents[2] / "deploy" / "demo" / "checkpoint"
 PROMPT = "Once upon a time there was a"
+# The last one: masks leave a constraint no token.
+REFUSALS = ("INVALID_ARGUMENT", "UNIMPLEMENTED", "OUT_OF_RANGE", "NOT_FOUND", "RESOURCE_EXHAUSTED")
 ENDLESS: dict[str, Any] = {"max_new_tokens": 900, "ignore_eos": True}
 ALL: dict[str, Any] = {"output_token_ids": True, "output_logprobs": True, "output_candidates": {"top_n": 3}}
 
@@ -182,6 +188,27 @@ def test_bad_requests_name_the_field(service: Service, channel: grpc.Channel) ->
     assert status_of(lambda: stub.Generate(several, timeout=60))[1].startswith("sampling.num_sequences is 2")
     metadata = (("x-data-parallel-rank", "3"),)
     assert status_of(lambda: stub.Generate(asked(), metadata=metadata, timeout=60))[0] == "INVALID_ARGUMENT"
+    service.wait_idle()
+
+
+def test_mangled_requests_get_a_status_that_names_a_field(service: Service, channel: grpc.Channel) -> None:
+    seen, problems = Counter[str](), []
+    mangler = Mangler(random.Random(7), {f"GenerateRequest.{path}" for path in SERVED if "." not in path})
+    good = asked(sampling={"seed": 1}, decoding={"regex": "a+"}, stopping={"max_new_tokens": 3, "stop_strings": ["x"]})
+    for i in range(240):
+        message: Any = mangler.changed(good) if i % 4 else mangler.random(pb.GenerateRequest)
+        message.stopping.max_new_tokens = min(message.stopping.max_new_tokens, 3)
+        try:
+            InferenceStub(channel).Generate(message, timeout=60)
+            code = "OK"
+        except grpc.RpcError as error:
+            failed: Any = error
+            code = failed.code().name
+            if code not in REFUSALS or not failed.details():
+                problems.append((message, code, failed.details()))
+        seen[code] += 1
+    assert not problems, problems[:3]
+    assert min(seen["OK"], seen["INVALID_ARGUMENT"], seen["UNIMPLEMENTED"]) > 5, seen
     service.wait_idle()
 
 
