@@ -28,17 +28,18 @@ _FRONTEND: Final = ("-m", "dynamo.frontend", "--http-host", "127.0.0.1")
 
 
 @contextlib.contextmanager
-def running_sidecar(folder: Path, worker: Process, sidecar: str) -> Iterator[None]:
+def running_sidecar(folder: Path, worker: Process, sidecar: str, *options: str) -> Iterator[None]:
     """Starts a sidecar for a worker.
 
     Args:
         folder: where logs and the list of instances go.
         worker: the worker.
         sidecar: function of `dynamo._core.backend` that runs it.
+        options: further options of the sidecar.
     """
     run = "import sys; from dynamo._core import backend; getattr(backend, sys.argv[1])(sys.argv[2:])"
-    options = ["--grpc-endpoint", worker.address, "--grpc-connections", "1"]
-    with _running(folder, f"sidecar-{worker.port}", "-c", run, sidecar, *options):
+    given = ["--grpc-endpoint", worker.address, "--grpc-connections", "1", *options]
+    with _running(folder, f"sidecar-{worker.port}", "-c", run, sidecar, *given):
         yield
 
 

@@ -1,0 +1,177 @@
+"""The real Dynamo over workers, by its OpenEngine sidecar: OpenAI requests through it give the answers of Fissile."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import openai
+import pytest
+from fissile.peers.openengine.v1 import openengine_pb2 as oe
+from fissile.peers.openengine.v1.openengine_pb2_grpc import InferenceStub
+from fissile.v1 import inference_pb2 as pb
+
+from common.limits import MAX_ANSWERS, MAX_WAITING_CALLS
+from tests.e2e.service import REPOSITORY, Service, running_service
+from tests.peers.dynamo import LIMIT_S, running_frontend, running_sidecar
+
+pytestmark = pytest.mark.long
+
+DEMO = REPOSITORY / "deploy" / "demo" / "checkpoint"
+# The sidecar takes the checkpoint's folder for the model's name.
+MODEL = str(DEMO)
+PROMPT = "Once upon a time there was a"
+CHAT: Any = [{"role": "user", "content": "Tell me a story."}]
+ENDLESS: dict[str, Any] = {"max_tokens": 900, "temperature": 0, "stream": True, "extra_body": {"ignore_eos": True}}
+SAMPLED: list[dict[str, Any]] = [
+    {"temperature": 0.0, "max_tokens": 30},
+    {"temperature": 0.9, "top_p": 0.9, "seed": 5, "max_tokens": 40},
+    {"temperature": 1.0, "seed": 8, "max_tokens": 200, "stop": ["."]},
+    {"temperature": 0.7, "seed": 3, "max_tokens": 300, "frequency_penalty": 0.3, "presence_penalty": 0.2},
+]
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    options = ["--doors", "openengine", "--max-model-len", "1024", "--max-num-seqs", "4"]
+    with running_service(tmp_path_factory.mktemp("fissile"), DEMO, workers=2, worker_options=options) as service:
+        yield service
+
+
+@pytest.fixture(scope="module")
+def dynamo(service: Service, tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
+    with running_dynamo(service, tmp_path_factory.mktemp("dynamo")) as client:
+        yield client
+
+
+@contextlib.contextmanager
+def running_dynamo(service: Service, folder: Path) -> Iterator[openai.OpenAI]:
+    """Client of a Dynamo that has a sidecar for each worker."""
+    with contextlib.ExitStack() as stack:
+        for worker in service.workers:
+            sidecar = running_sidecar(folder, worker, "_run_trtllm_sidecar", "--model-path", MODEL)
+            stack.enter_context(sidecar)
+        yield stack.enter_context(running_frontend(folder, MODEL))
+
+
+def fill(params: pb.SamplingParams, given: dict[str, Any]) -> None:
+    for name, value in given.items():
+        if name == "stop":
+            params.stop_strings.extend(value)
+        else:
+            setattr(params, name, value)
+
+
+def own_answer(service: Service, given: dict[str, Any]) -> pb.GeneratedText:
+    request = pb.GenerateRequest(text=PROMPT)
+    fill(request.sampling_params, given)
+    request.output_options.logprobs = 2
+    return service.stub.GenerateOnce(request, timeout=LIMIT_S).answers[0]
+
+
+@pytest.mark.parametrize("given", SAMPLED)
+def test_texts_are_those_of_our_router(service: Service, dynamo: openai.OpenAI, given: dict[str, Any]) -> None:
+    expected = own_answer(service, given)
+    whole = dynamo.completions.create(model=MODEL, prompt=PROMPT, **given)
+    assert whole.choices[0].text == expected.text
+    assert whole.usage is not None
+    assert whole.usage.prompt_tokens == expected.finish.usage.prompt_tokens
+    parts = list(dynamo.completions.create(model=MODEL, prompt=PROMPT, stream=True, **given))
+    assert "".join(part.choices[0].text for part in parts if part.choices) == expected.text
+    chat = pb.ChatRequest(messages=[pb.ChatMessage(role="user", content="Tell me a story.")])
+    fill(chat.sampling_params, given)
+    answer = service.stub.ChatOnce(chat, timeout=LIMIT_S).answers[0]
+    said = dynamo.chat.completions.create(model=MODEL, messages=CHAT, **given)
+    assert said.choices[0].message.content == answer.message.content
+    assert said.choices[0].finish_reason == pb.FinishReason.Name(answer.finish.reason)[14:].lower()
+    deltas = list(dynamo.chat.completions.create(model=MODEL, messages=CHAT, stream=True, **given))
+    text = "".join(part.choices[0].delta.content or "" for part in deltas if part.choices)
+    assert text == answer.message.content
+
+
+def test_logprobs_are_those_of_our_router(service: Service, dynamo: openai.OpenAI) -> None:
+    given: dict[str, Any] = {"temperature": 0.0, "max_tokens": 12}
+    request = pb.GenerateRequest(text=PROMPT)
+    fill(request.sampling_params, given)
+    request.output_options.logprobs = 2
+    own = [entry.logprob for entry in service.stub.GenerateOnce(request, timeout=LIMIT_S).answers[0].logprobs]
+    found = dynamo.completions.create(model=MODEL, prompt=PROMPT, logprobs=2, **given).choices[0].logprobs
+    assert found is not None
+    assert found.token_logprobs == pytest.approx(own, rel=1e-6, abs=1e-8)
+    assert found.top_logprobs is not None
+    assert [len(each) for each in found.top_logprobs] == [2] * len(own)
+
+
+def test_refused_value_is_a_client_error(dynamo: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError):
+        dynamo.completions.create(model=MODEL, prompt=PROMPT, max_tokens=4, temperature=-1)
+
+
+def test_closed_connection_ends_the_sequence(service: Service, dynamo: openai.OpenAI) -> None:
+    stream = dynamo.completions.create(model=MODEL, prompt=PROMPT, **ENDLESS)
+    next(iter(stream))
+    stream.close()
+    for index in range(2):
+        load = service.wait_idle(index)
+        assert load.free_blocks == load.total_blocks
+
+
+def test_overload_is_an_error_and_ends(service: Service, dynamo: openai.OpenAI) -> None:
+    request = oe.GenerateRequest(
+        prompt=PROMPT,
+        sampling=oe.SamplingParams(num_sequences=MAX_ANSWERS),
+        stopping=oe.StoppingOptions(max_tokens=900, ignore_eos=True),
+    )
+    with contextlib.ExitStack() as stack:
+        for worker in service.workers:
+            channel = stack.enter_context(grpc.insecure_channel(worker.address))
+            calls = [InferenceStub(channel).Generate(request) for _ in range(2 + MAX_WAITING_CALLS // MAX_ANSWERS)]
+            for call in calls:
+                stack.callback(call.cancel)
+            # The last one is refused: all places are taken.
+            with pytest.raises(grpc.RpcError) as raised:
+                list(calls[-1])
+            assert raised.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        with pytest.raises(openai.APIStatusError):
+            dynamo.completions.create(model=MODEL, prompt=PROMPT, max_tokens=4)
+    for index in range(2):
+        service.wait_idle(index)
+    _until_answered(dynamo)
+
+
+def test_killed_worker_ends_its_streams_with_an_error(tmp_path: Path) -> None:
+    """Answers take 18 seconds at least, so that they run when the worker is killed."""
+    options = ["--doors", "openengine", "--max-model-len", "1024", "--simulate", "fixed:20ms"]
+    with (
+        running_service(tmp_path, DEMO, workers=2, worker_options=options) as service,
+        running_dynamo(service, tmp_path) as dynamo,
+    ):
+        streams = [dynamo.completions.create(model=MODEL, prompt=PROMPT, **ENDLESS) for _ in range(4)]
+        parts = [iter(each) for each in streams]
+        for each in parts:
+            next(each)
+        service.workers[0].running.kill()
+        failed = 0
+        for each in parts:
+            try:
+                for _ in each:
+                    pass
+            except openai.APIError:
+                failed += 1
+        # Dynamo gives the workers turns.
+        assert failed == 2
+        _until_answered(dynamo)
+
+
+def _until_answered(dynamo: openai.OpenAI) -> None:
+    end = time.monotonic() + LIMIT_S
+    while True:
+        with contextlib.suppress(openai.APIStatusError):
+            assert dynamo.completions.create(model=MODEL, prompt=PROMPT, max_tokens=4).choices[0].text
+            return
+        assert time.monotonic() < end
+        time.sleep(0.2)
