@@ -239,7 +239,7 @@ def dp_rank(adapter: DoorAdapter) -> int:
 
 
 def _no_lora() -> ApiError:
-    return ApiError(grpc.StatusCode.FAILED_PRECONDITION, "this engine serves no LoRA adapters", reason="NO_LORA")
+    return ApiError(grpc.StatusCode.FAILED_PRECONDITION, "this engine serves no LoRA adapters")
 
 
 def _unknown(what: str) -> ApiError:
