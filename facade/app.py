@@ -27,8 +27,9 @@ from facade.anthropic.message_events import error_form
 from facade.fleet_metrics import PATH as METRICS_PATH
 from facade.fleet_metrics import FleetMetrics
 from facade.http.errors import ErrorForm, HttpError
-from facade.http.exchange import ClientGoneError, Exchange
+from facade.http.exchange import Exchange
 from facade.http.runner import AnswerPlan, AnswerRunner, QuestionPlan
+from facade.http.uploads import ClientGoneError, UploadTable
 from facade.openai import chat, completions, models, responses, vectors
 from facade.openai.sampling import error_body
 
@@ -78,6 +79,7 @@ class FacadeApp:
         timeout_s: deadline of requests that name none.
         origins: of web pages that may call, `*` for all.
         metrics: of the routers; None serves none.
+        uploads: bodies of all requests while they arrive.
         created: Unix seconds of the start.
     """
 
@@ -86,6 +88,7 @@ class FacadeApp:
     timeout_s: float
     origins: Sequence[str] = ()
     metrics: FleetMetrics | None = None
+    uploads: UploadTable = field(default_factory=UploadTable)
     created: int = field(default_factory=lambda: int(time.time()))
 
     @functools.cached_property
@@ -134,7 +137,7 @@ class FacadeApp:
 
     def _lookup(self, path: str, handle: Callable[[Exchange], Awaitable[None]]) -> Route:
         """The route of a request without a body."""
-        return Route(path, Endpoint(handle, self.timeout_s), methods=["GET"])
+        return Route(path, Endpoint(handle, self.uploads, self.timeout_s), methods=["GET"])
 
     def _list_models(self, exchange: Exchange) -> Awaitable[None]:
         plan = QuestionPlan(list_models(), functools.partial(models.models_json, created=self.created))
@@ -151,7 +154,7 @@ class FacadeApp:
         async def handle(exchange: Exchange) -> None:
             await self.runner.answer(exchange, parse, form)
 
-        return Route(path, Endpoint(handle, self.timeout_s), methods=["POST"])
+        return Route(path, Endpoint(handle, self.uploads, self.timeout_s), methods=["POST"])
 
     def _question(self, path: str, parse: Callable[[bytes], QuestionPlan[Any]], form: ErrorForm) -> Route:
         """The route of a translator for calls with one answer."""
@@ -159,7 +162,7 @@ class FacadeApp:
         async def handle(exchange: Exchange) -> None:
             await self.runner.ask(exchange, parse, form)
 
-        return Route(path, Endpoint(handle, self.timeout_s), methods=["POST"])
+        return Route(path, Endpoint(handle, self.uploads, self.timeout_s), methods=["POST"])
 
 
 class Endpoint:
@@ -167,16 +170,18 @@ class Endpoint:
 
     Args:
         handle: responds.
+        uploads: bodies of all requests while they arrive.
         timeout_s: deadline of requests that name none.
     """
 
-    def __init__(self, handle: Callable[[Exchange], Awaitable[None]], timeout_s: float) -> None:
+    def __init__(self, handle: Callable[[Exchange], Awaitable[None]], uploads: UploadTable, timeout_s: float) -> None:
         self._handle = handle
+        self._uploads = uploads
         self._timeout_s = timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serves one request."""
-        exchange = Exchange(scope, receive, send, self._timeout_s)
+        exchange = Exchange(scope, receive, send, self._uploads, self._timeout_s)
         crash: BaseException | None = None
         try:
             await self._handle(exchange)

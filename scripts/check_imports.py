@@ -81,6 +81,7 @@ RULES = {
             "facade/http/exchange.py": (WORLD | GRPC, EVENT_LOOP),
             "facade/http/runner.py": (WORLD, EVENT_LOOP),
             "facade/http/sse.py": (IO, EVENT_LOOP),
+            "facade/http/uploads.py": (IO | GRPC, EVENT_LOOP),
         },
     ),
     # The engine and the network side of a worker run without PyTorch: a simulated worker, and one whose ranks have it.

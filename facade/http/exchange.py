@@ -19,12 +19,14 @@ import structlog
 from fissile.client.connections import sendable
 from starlette.types import Message, Receive, Scope, Send
 
-from common.errors import ApiError, InvalidFieldError, RequestTimeoutError
-from common.limits import MAX_REQUEST_BYTES, REQUEST_READ_TIMEOUT_S, SLOW_CLIENT_TIMEOUT_S
+from common.errors import ApiError, InvalidFieldError
+from common.limits import MAX_METADATA_BYTES, SLOW_CLIENT_TIMEOUT_S
+from common.rpc.interceptors import metadata_bytes
 from common.telemetry import names
 from common.telemetry.request_record import shown
 from common.telemetry.tracing import trace_id_of, traceparent_of
 from facade.http.errors import HttpError
+from facade.http.uploads import ClientGoneError, UploadTable
 
 log = structlog.get_logger(__name__)
 
@@ -49,16 +51,13 @@ class Closable(Protocol):
         ...
 
 
-class ClientGoneError(Exception):
-    """The client has closed the connection, or does not read."""
-
-
 class Exchange:
     """A request and its response.
 
     Args:
         scope: of ASGI, with `receive` and `send`.
-        default_timeout_s: deadline of requests that name none.
+        uploads: bodies of all requests while they arrive.
+        timeout_s: deadline of requests that name none.
 
     Attributes:
         headers: of the request, names in lower case; of a repeated one the first.
@@ -67,7 +66,7 @@ class Exchange:
         is_probe: True if a success is logged at debug: a probe that repeats all day.
     """
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send, default_timeout_s: float) -> None:
+    def __init__(self, scope: Scope, receive: Receive, send: Send, uploads: UploadTable, timeout_s: float) -> None:
         self.headers: Mapping[str, str] = {
             name.decode("latin-1"): value.decode("latin-1") for name, value in reversed(scope["headers"])
         }
@@ -77,7 +76,8 @@ class Exchange:
         self._scope = scope
         self._receive = receive
         self._send = send
-        self._default_timeout_s = default_timeout_s
+        self._uploads = uploads
+        self._default_timeout_s = timeout_s
         self._began = time.monotonic()
         given = self.headers.get(REQUEST_ID_HEADER, "")
         self.http_request_id = given if re.fullmatch(r"[!-~]{1,128}", given) else uuid.uuid4().hex
@@ -136,25 +136,11 @@ class Exchange:
             ApiError: it is too large or does not arrive in time.
             ClientGoneError: the connection is closed before its end.
         """
-        try:
-            async with asyncio.timeout(REQUEST_READ_TIMEOUT_S):
-                return await self._read()
-        except TimeoutError:
-            raise RequestTimeoutError(REQUEST_READ_TIMEOUT_S) from None
-
-    async def _read(self) -> bytes:
-        parts, size, has_more = [], 0, True
-        while has_more:
-            message = await self._receive()
-            if message["type"] == "http.disconnect":
-                raise ClientGoneError
-            part = message.get("body", b"")
-            size += len(part)
-            if size > MAX_REQUEST_BYTES:
-                raise body_too_large()
-            parts.append(part)
-            has_more = message.get("more_body", False)
-        return b"".join(parts)
+        # The server bounds the bytes of incomplete headers alone.
+        if metadata_bytes(self._scope["headers"]) > MAX_METADATA_BYTES:
+            message = f"the headers have more than {MAX_METADATA_BYTES >> 10} KiB"
+            raise ApiError(grpc.StatusCode.RESOURCE_EXHAUSTED, message, reason="METADATA_TOO_LARGE")
+        return await self._uploads.read(self._receive)
 
     async def wait_closed(self) -> None:
         """Waits until the client closes the connection; call it after the body was read."""
@@ -244,9 +230,3 @@ class Exchange:
         is_quiet = self.is_probe and 200 <= self.status < 300
         write = log.error if crash is not None else log.debug if is_quiet else log.info
         write(EVENT, **known, **({} if crash is None else {"exc_info": crash}))
-
-
-def body_too_large() -> ApiError:
-    """The error for a body of more than MAX_REQUEST_BYTES."""
-    message = f"the body has more than {MAX_REQUEST_BYTES >> 20} MiB"
-    return ApiError(grpc.StatusCode.OUT_OF_RANGE, message, reason="BODY_TOO_LARGE")

@@ -22,7 +22,8 @@ from common.limits import SSE_PING_S
 from facade.http import sse
 from facade.http.bodies import Names
 from facade.http.errors import ErrorForm, HttpError, http_error, server_ending
-from facade.http.exchange import ClientGoneError, Exchange
+from facade.http.exchange import Exchange
+from facade.http.uploads import ClientGoneError
 
 T = TypeVar("T")
 
