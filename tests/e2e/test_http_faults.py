@@ -74,20 +74,23 @@ async def test_streams_survive_the_death_of_a_worker_and_a_router_with_the_same_
 
 async def test_stream_continues_at_the_next_router_without_a_gap() -> None:
     first, second = FakeWorker(FILES, step_s=0.01), FakeWorker(FILES, step_s=0.01, worker_id="w1")
-    async with bench(first) as b, bench(second) as other:
-        async with facade_of([b.router.server.address, other.router.server.address]) as http:
-            chunks: list[Any] = []
-            request: Any = SAY | {"max_tokens": 80}
-            reading = asyncio.ensure_future(
-                _append(await http.openai.chat.completions.create(**request, stream=True), chunks)
-            )
-            await until(lambda: len(chunks) >= 3)
-            await b.router.stop()
-            await reading
-            text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
-            assert text == ("hijklmnpqrstuvwxyz" * 5)[:80]
-            assert chunks[-1].choices[0].finish_reason == "length"
-            assert len({chunk.id for chunk in chunks}) == 1
+    async with (
+        bench(first) as b,
+        bench(second) as other,
+        facade_of([b.router.server.address, other.router.server.address]) as http,
+    ):
+        chunks: list[Any] = []
+        request: Any = SAY | {"max_tokens": 80}
+        reading = asyncio.ensure_future(
+            _append(await http.openai.chat.completions.create(**request, stream=True), chunks)
+        )
+        await until(lambda: len(chunks) >= 3)
+        await b.router.stop()
+        await reading
+        text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+        assert text == ("hijklmnpqrstuvwxyz" * 5)[:80]
+        assert chunks[-1].choices[0].finish_reason == "length"
+        assert len({chunk.id for chunk in chunks}) == 1
 
 
 @pytest.fixture
