@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx2
 import openai
+from openai.types import Completion
 from pydantic import BaseModel, TypeAdapter
 
 from facade.options import FacadeOptions
@@ -65,10 +66,21 @@ async def facade_of(routers: Sequence[str], **options: Any) -> AsyncIterator[Htt
 
 def checked(received: Any) -> Any:
     """An object of OpenAI's package, if it is valid for its strict type and has no field beside those of EXTRAS."""
-    kind = type(received)
-    TypeAdapter(kind).validate_python(received.to_dict(), strict=True)
+    kind, given = type(received), received.to_dict()
+    if isinstance(received, Completion):
+        _fill_known_nulls(given)
+    TypeAdapter(kind).validate_python(given, strict=True)
     assert {*_extras(received)} <= EXTRAS
     return received
+
+
+def _fill_known_nulls(completion: dict[str, Any]) -> None:
+    """Fills the nulls that OpenAI sends although its types have none: of chunks before the last, of a first token."""
+    for choice in completion["choices"]:
+        choice["finish_reason"] = choice["finish_reason"] or "stop"
+        for name in ("token_logprobs", "top_logprobs"):
+            column = (choice.get("logprobs") or {}).get(name) or [0]
+            del column[: column[0] is None]
 
 
 def _extras(value: Any) -> Iterator[tuple[str, str]]:

@@ -214,6 +214,9 @@ class Keys:
         self._keys = {name: key for name, (key, _) in made.items()}
         self.security = RouterSecurity(access=KeyAccess(KeyStore(None, [kept.line() for _, kept in made.values()])))
 
+    def secret(self, name: str) -> str:
+        return self._keys[name]
+
     def ask(self, b: Any, name: str, priority: Any, *, tenant: str = "") -> Any:
         metadata = [("authorization", f"Bearer {self._keys[name]}")]
         if tenant:
