@@ -45,7 +45,7 @@ setup: $(ALL_STAMP) $(NATIVE_STAMP) ## Make .venv with everything in it: service
 	@echo "$(VENV) is ready"
 
 run: $(RUN_STAMP) $(NATIVE_STAMP) ## Serve the demo model (or MODEL=folder) with one router and one worker, and ask it something
-	@exec $(BIN)/fissile serve $(if $(MODEL),--model "$(MODEL)") $(ARGS)
+	@exec $(BIN)/fissile serve --http-port 8000 $(if $(MODEL),--model "$(MODEL)") $(ARGS)
 
 # Parts of tests/. Each test is of one tier: those that `make test` runs, `slow`, or `long`.
 TESTS := unit sim kernels parity e2e deploy chaos

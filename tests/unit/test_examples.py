@@ -12,6 +12,7 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 # Program -> the address that it calls by default; others call a router.
 DEFAULTS = {
     "messages_client.py": "http://127.0.0.1:8000",
+    "openai_client.py": "http://127.0.0.1:8000",
     "print_traces.py": "127.0.0.1:4317",
     "responses_client.py": "http://127.0.0.1:8000",
 }

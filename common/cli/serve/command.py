@@ -16,6 +16,7 @@ from typing import Any, Final
 
 import click
 import grpc
+from fissile.v1 import inference_pb2 as pb
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from common.cli.core.config_file import (
@@ -31,7 +32,7 @@ from common.cli.core.modes import Mode
 from common.cli.core.options import options
 from common.cli.core.tls_options import server_tls
 from common.cli.group import CHECKOUT, missing_extra
-from common.cli.serve.first_question import GENERATES, FirstQuestion, next_steps
+from common.cli.serve.first_question import GENERATES, FirstQuestion, http_step, next_steps
 from common.cli.serve.launch_plan import KV_SHARE, Fleet, kv_memory_per_rank, threads_per_worker
 from common.cli.serve.ports import free_ports
 from common.cli.serve.supervisor import REFUSED, Supervisor, prefix_width
@@ -131,7 +132,9 @@ class Service:
             capabilities = await self._ask() if self._first.ask else GENERATES
         if self._first.once:
             return
-        self._console.line(next_steps(self._fleet.address, self._fleet.client_options, capabilities))
+        fleet = self._fleet
+        http = http_step(fleet.http_address, fleet.model_name) if pb.CAPABILITY_CHAT in capabilities else ""
+        self._console.line(next_steps(fleet.address, fleet.client_options, capabilities, http))
         await asyncio.Event().wait()
 
     async def _until_serving(self, channel: grpc.aio.Channel) -> None:
@@ -242,12 +245,14 @@ def make_fleet(
     tp_size: int,
     enable_expert_parallel: bool,
     protection: Mapping[str, object],
+    http_port: int | None = None,
     **passed_on: Any,
 ) -> Fleet:
     """Fills in what depends on this machine: free ports, and each worker's share of cores and memory.
 
     Args:
         protection: options of the router's TLS and API keys.
+        http_port: port of an HTTP facade; 0 takes a free one, None runs none.
         passed_on: further options that router or workers have too.
         others: as on the command line.
 
@@ -259,7 +264,7 @@ def make_fleet(
         threads = threads_per_worker(workers)
     of_router = {name: passed_on.pop(name) for name in options_of(ROUTER) if name in passed_on}
     # One call, so that all are different.
-    router_port, health_port, *worker_ports = free_ports(workers + 2)
+    router_port, health_port, free_http_port, *worker_ports = free_ports(workers + 3)
     return Fleet(
         model=model or str(DEMO_MODEL),
         model_name=model_name or (default_model_name(model) if model else DEMO_NAME),
@@ -276,6 +281,7 @@ def make_fleet(
         simulate=simulate or "",
         expert_parallel=enable_expert_parallel,
         health_port=health_port if protection.get("tls_cert") else 0,
+        http_port=free_http_port if http_port == 0 else http_port,
     )
 
 
@@ -284,6 +290,15 @@ def _check_can_serve(model: str | None, simulate: str | None) -> None:
         raise CommandError(f"there is no demo model at {DEMO_MODEL}: name a checkpoint folder with --model")
     if not simulate and importlib.util.find_spec("torch") is None:
         raise missing_extra("serve", "torch")
+
+
+def _check_can_serve_http(tls_cert: Path | None) -> None:
+    if tls_cert is not None:
+        raise CommandError(
+            "--http-port has no certificate of its own: run `fissile http` with --tls-cert and --router-ca"
+        )
+    if importlib.util.find_spec("uvicorn") is None:
+        raise missing_extra("serve --http-port", "uvicorn")
 
 
 def _token_budget(worker_options: Mapping[str, Any], *, is_simulated: bool) -> int:
@@ -426,5 +441,7 @@ def serve(
     if config is not None:
         refuse_twice_said(fleet, config)
     description = fleet.describe(fissile_version(), describe_kv_memory(fleet))
+    if fleet.http_port is not None:
+        _check_can_serve_http(tls_cert)
     first = FirstQuestion((ask or once) and not is_protected, prompt, once)
     return asyncio.run(Service(fleet, first, console, config).run(description))

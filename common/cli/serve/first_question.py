@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 import shlex
 import shutil
@@ -102,13 +103,26 @@ def _drop(_: str) -> None:
     """Shows nothing."""
 
 
-def next_steps(address: str, options: str = "", capabilities: Collection[int] = GENERATES) -> str:
+def http_step(address: str, model: str) -> str:
+    """Command that asks a facade for a chat; "" without a facade.
+
+    Args:
+        address: of the facade; "" for none.
+        model: name of the model.
+    """
+    body = {"model": model, "messages": [{"role": "user", "content": FIRST_PROMPT}], "max_tokens": 48}
+    url, data = f"http://{address}/v1/chat/completions", shlex.quote(json.dumps(body))
+    return f"curl -s {url} -H 'content-type: application/json' -d {data}" if address else ""
+
+
+def next_steps(address: str, options: str = "", capabilities: Collection[int] = GENERATES, http: str = "") -> str:
     """Commands that call the service, to be copied into another terminal.
 
     Args:
         address: of the router.
         options: further ones that it wants.
         capabilities: of its model.
+        http: command that calls a facade beside it; "" for none.
     """
     installed = Path(sys.executable).with_name("fissile")
     on_path = shutil.which("fissile")
@@ -127,6 +141,8 @@ def next_steps(address: str, options: str = "", capabilities: Collection[int] = 
             f'{program} rerank {where} "Where did Otto live?" "Otto lived by the river." "Bread needs yeast."'
         )
     commands.append(f"{program} models {where}")
+    if http:
+        commands.append(http)
     example = CHECKOUT / "examples" / "python_client.py"
     if generates and example.is_file() and not options:
         commands.append(shlex.join([sys.executable, str(example), address]))

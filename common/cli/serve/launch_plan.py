@@ -36,6 +36,7 @@ class Fleet:
         simulate: preset of workers that run no model; empty runs the model.
         expert_parallel: whether the ranks of a worker hold experts whole.
         health_port: port on which the router says its health in plain text; 0 where its own port does.
+        http_port: port of an HTTP facade beside the router; None runs none.
     """
 
     model: str
@@ -53,6 +54,12 @@ class Fleet:
     simulate: str = ""
     expert_parallel: bool = False
     health_port: int = 0
+    http_port: int | None = None
+
+    @property
+    def http_address(self) -> str:
+        """Address at which clients on this machine reach the facade; "" without one."""
+        return "" if self.http_port is None else f"{self._near_host}:{self.http_port}"
 
     @property
     def address(self) -> str:
@@ -86,14 +93,19 @@ class Fleet:
         return self.worker_addresses if self.worker_options.get("speculative_config") else []
 
     def children(self) -> list[Child]:
-        """Makes the children, the router first: it ends first, while its workers finish their requests."""
+        """Makes the children in the order of their ends: the facade, and the router while workers finish requests."""
         limit = self.drain_timeout_s + DRAIN_MARGIN_S
         router = Child("router", "router", [*self._router_arguments()], limit)
         workers = [
             Child(f"worker-{i}", "worker", [*self._worker_arguments(i, port)], limit)
             for i, port in enumerate(self.worker_ports)
         ]
-        return [router, *workers]
+        facade = [Child("http", "facade", [*self._facade_arguments()], limit)] if self.http_port is not None else []
+        return [*facade, router, *workers]
+
+    def _facade_arguments(self) -> Iterator[str]:
+        yield from ("--host", self.host, "--port", str(self.http_port), "--routers", self.address)
+        yield from self._common_arguments()
 
     def _router_arguments(self) -> Iterator[str]:
         yield from ("--host", self.host, "--port", str(self.port))
@@ -133,6 +145,8 @@ class Fleet:
             "token budget": f"{self.max_num_batched_tokens} tokens per step",
             "KV memory": kv_memory,
         }
+        if self.http_port is not None:
+            rows["http"] = f"{self.host}:{self.http_port}"
         return "\n".join([f"Fissile {version}", *(f"  {name:<15} {value}" for name, value in rows.items())])
 
 

@@ -6,6 +6,7 @@ from typing import Final
 
 import click
 
+from common.params.options.engine import SERVE
 from common.params.options.option import FILE, Option
 from common.params.options.services import HTTP, server_tls_rows
 from common.params.options.types import SHORTEST_S, Duration
@@ -21,6 +22,11 @@ FACADE: Final = (
     ),
     Option("--host", "FISSILE_HTTP_HOST", "Address that the facade listens on.", (HTTP,), default="127.0.0.1"),
     Option("--port", "FISSILE_HTTP_PORT", "Port of the facade; 0 takes any free one.", (HTTP,), _PORT, 8000),
+    Option(
+        "--http-port", "FISSILE_SERVE_HTTP_PORT",
+        "Also run an HTTP facade (`fissile http`) on this port of --host; 0 takes any free one. Default: off.",
+        (SERVE,), _PORT,
+    ),
     *server_tls_rows("FISSILE_HTTP", HTTP),
     Option(
         "--router-ca", "FISSILE_ROUTER_CA", "CAs of the routers, PEM; connects to routers with TLS.",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 from fissile.v1 import inference_pb2 as pb
 
 from common.cli.serve import first_question
-from common.cli.serve.first_question import next_steps
+from common.cli.serve.first_question import http_step, next_steps
 
 ALL = frozenset({pb.CAPABILITY_GENERATE, pb.CAPABILITY_RERANK})
 
@@ -36,3 +37,12 @@ def test_printed_commands_with_odd_folders_parse_in_a_shell(
     words = [shlex.split(command) for command in commands]
     assert [line[: len(program)] for line in words[:-1]] == [program] * 4
     assert words[-1] == [str(python), str(home / "examples" / "python_client.py"), "127.0.0.1:50051"]
+
+
+def test_printed_request_of_the_facade_parses_in_a_shell() -> None:
+    assert http_step("", "demo") == ""
+    command = http_step("127.0.0.1:8000", "it's")
+    words = shlex.split(command)
+    assert words[:3] == ["curl", "-s", "http://127.0.0.1:8000/v1/chat/completions"]
+    assert json.loads(words[-1])["model"] == "it's"
+    assert command in next_steps("127.0.0.1:50051", "", ALL, command)

@@ -68,3 +68,10 @@ def test_workers_share_a_quarter_of_the_memory() -> None:
     assert kv_memory_per_rank(1, 2, 8 << 30) == ""
     assert kv_memory_per_rank(4, 1, 8 << 30) == "512MiB"
     assert kv_memory_per_rank(4, 2, 8 << 30) == "256MiB"
+
+
+def test_facade_is_a_child_that_ends_before_its_router() -> None:
+    assert [child.module for child in FLEET.children()].count("facade") == 0
+    first, second, *_ = dataclasses.replace(FLEET, http_port=8000).children()
+    assert (first.module, second.module) == ("facade", "router")
+    assert first.arguments[:6] == ["--host", FLEET.host, "--port", "8000", "--routers", FLEET.address]
