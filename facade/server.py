@@ -121,7 +121,7 @@ class Facade:
     def __init__(self, options: FacadeOptions) -> None:
         self._options = options
         try:
-            self._client = AsyncClient(options.routers, give_up_s=options.give_up_s, **options.connection)
+            self._client = _client(options)
         except (ValueError, OSError) as error:
             raise CommandError(str(error)) from None
         self.runner = AnswerRunner(self._client, options.api_key)
@@ -180,6 +180,11 @@ class Facade:
             await self._serving
         await self._client.close()
         log.info("http stopped")
+
+
+def _client(options: FacadeOptions) -> AsyncClient:
+    # A caller learns of a full queue at once, and decides itself when to ask again.
+    return AsyncClient(options.routers, give_up_s=options.give_up_s, waits_when_full=False, **options.connection)
 
 
 def _settings(app: ASGIApp) -> Mapping[str, Any]:

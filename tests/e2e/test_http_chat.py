@@ -11,15 +11,20 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
 
+import grpc
 import openai
 import pytest
+from fissile.v1.inference_pb2_grpc import add_InferenceServiceServicer_to_server
 from fissile.worker.v1 import worker_pb2 as wpb
 
 from common.constraints.library import ENGINE
+from common.errors import QueueFullError
+from common.rpc.errors import abort
 from common.text.tokenizer import Tokenizer
 from tests.e2e.fake_worker import FakeWorker
 from tests.e2e.http_bench import HttpBench, checked, facade_of
 from tests.e2e.router_bench import Bench, bench, until
+from tests.scripted_router import PartialRouter
 from tests.unit.router.support import EOS, tool_files
 
 FILES = tool_files()
@@ -219,6 +224,46 @@ async def test_closed_connection_cancels_the_request() -> None:
         await until(lambda: router.router.service.in_flight == 1)
         whole.cancel()
         await router.empty()
+
+
+async def test_full_queue_is_429_with_retry_after_at_once() -> None:
+    class Full(PartialRouter):
+        calls = 0
+
+        async def Chat(self, request: Any, context: Any) -> Any:  # type: ignore[override]
+            self.calls += 1
+            await abort(context, QueueFullError(9, retry_after_s=7.0))
+
+    router = Full()
+    server = grpc.aio.server()
+    add_InferenceServiceServicer_to_server(router, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with facade_of([f"127.0.0.1:{port}"]) as http:
+        response = await http.http.post("/v1/chat/completions", json=SAY)
+        assert (response.status_code, response.json()["error"]["code"]) == (429, "rate_limit_exceeded")
+        assert (response.headers["retry-after"], response.headers["x-should-retry"]) == ("7", "true")
+        assert router.calls == 1
+    await server.stop(None)
+
+
+async def test_silent_stream_gets_comments(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Surprise 12."""
+    monkeypatch.setattr("facade.http.runner.SSE_PING_S", 0.05)
+    worker = served.router.workers[0]
+    worker.silent = True
+    body = SAY | {"stream": True, "tools": [LOOK]}
+    async with served.bench.http.stream("POST", "/v1/chat/completions", json=body) as response:
+        assert response.status_code == 200
+        lines = response.aiter_lines()
+        pings = []
+        async for line in lines:
+            if line == ": ping":
+                pings.append(line)
+                worker.silent = False
+            if line == "data: [DONE]":
+                break
+        assert pings
 
 
 async def test_fingerprint_is_the_numerics_class_and_seeds_may_be_negative(served: Served) -> None:

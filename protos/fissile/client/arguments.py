@@ -31,6 +31,7 @@ class ConnectionArguments(TypedDict, total=False):
     client_cert: tuple[str | Path, str | Path] | None
     metadata: Metadata
     options: Sequence[tuple[str, Any]]
+    waits_when_full: bool
 
 
 class ConstraintArguments(TypedDict, total=False):

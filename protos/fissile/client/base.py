@@ -144,7 +144,8 @@ class BaseClient(ABC, Generic[StreamT]):
         return CallAttempts(call.method, call.request, self._retries(), sent, _end(timeout_s))
 
     def _retries(self) -> Retries:
-        return Retries(self.connection.targets, self._give_up_s, next(self._turns))
+        turn = next(self._turns)
+        return Retries(self.connection.targets, self._give_up_s, turn, self.connection.waits_when_full)
 
 
 def _apart(arguments: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

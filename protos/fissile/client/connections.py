@@ -55,6 +55,8 @@ class Connection:
         client_cert: files of the client's own certificate and key, None for none.
         metadata: sent with every call.
         options: further arguments of gRPC channels.
+        waits_when_full: False raises the refusal of routers whose queue is full as soon as each of them has refused;
+            True calls again when they say.
     """
 
     targets: Sequence[str]
@@ -65,6 +67,7 @@ class Connection:
     client_cert: tuple[str | Path, str | Path] | None = None
     metadata: Metadata = ()
     options: Sequence[tuple[str, Any]] = ()
+    waits_when_full: bool = True
 
     def __post_init__(self) -> None:
         """Refuses what cannot work.

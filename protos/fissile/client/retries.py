@@ -12,6 +12,8 @@ from fissile.client.errors import FissileError
 
 _FIRST_WAIT_S = 0.05
 _LONGEST_WAIT_S = 2.0
+# Reasons of a router that has no room now.
+FULL = frozenset({"QUEUE_FULL", "TENANT_LIMIT"})
 # Most routers behind one name; each is tried in turn. An IP address with a port is one router.
 _ROUTERS_OF_A_NAME = 8
 _ONE_ADDRESS = re.compile(r"(\d+\.\d+\.\d+\.\d+|\[[0-9a-fA-F:.]+\]):\d+")
@@ -25,11 +27,14 @@ class Retries:
         targets: addresses of the routers.
         give_up_s: how long the call is made again since anything last came; 0 is never.
         place: of the router that is asked now.
+        waits_when_full: False gives up as soon as each router has refused a call that has not begun for its full queue.
     """
 
     targets: Sequence[str]
     give_up_s: float
     place: int = 0
+    waits_when_full: bool = True
+    _has_begun: bool = False
     _failed_since: float | None = None
     _wait_s: float = _FIRST_WAIT_S
     _refusals: Counter[str] = field(default_factory=Counter)
@@ -42,7 +47,7 @@ class Retries:
 
     def progress(self) -> None:
         """Notes that something was received."""
-        self._failed_since, self._wait_s = None, _FIRST_WAIT_S
+        self._failed_since, self._wait_s, self._has_begun = None, _FIRST_WAIT_S, True
         self._refusals.clear()
 
     def failed(self, error: FissileError, now: float) -> float | None:
@@ -55,7 +60,8 @@ class Retries:
         since = self._failed_since = now if self._failed_since is None else self._failed_since
         if not self.give_up_s or now - since >= self.give_up_s:
             return None
-        if error.is_of_one_router:
+        is_full = error.reason in FULL and not self.waits_when_full and not self._has_begun
+        if error.is_of_one_router or is_full:
             self._refusals[self.target] += 1
             return 0.0 if self._move() else None
         if not error.may_go_on or not self._move():
