@@ -106,11 +106,14 @@ class FacadeApp:
             expose_headers=["x-request-id", "retry-after", "retry-after-ms", "x-should-retry"],
             max_age=CORS_MAX_AGE_S,
         )
-        return Starlette(
+        app = Starlette(
             routes=[*self._routes(), *more],
             middleware=[cors] if self.origins else [],
             exception_handlers={404: _refuse_path, 405: _refuse_path},
         )
+        # A redirect to the path without a slash at its end has the scheme and host of this process, not of a proxy.
+        app.router.redirect_slashes = False
+        return app
 
     def _routes(self) -> list[Route]:
         return [

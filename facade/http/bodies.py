@@ -35,6 +35,8 @@ def decode(body: bytes, kind: type[T]) -> T:
         ApiError: it is not JSON, or a field is unknown, missing or of another type.
     """
     try:
+        # Parts that are kept as they were written are not checked by msgspec.
+        str(body, "utf-8")
         return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
         raise _refusal(str(error)) from None
@@ -51,7 +53,7 @@ def _refusal(message: str) -> Exception:
     found = _PLACE.fullmatch(message)
     problem, place = (found[1], found[3]) if found else (message, "")
     if unknown := _UNKNOWN.fullmatch(problem):
-        return UnservedFieldError(_path(place, unknown[1]))
+        return UnservedFieldError(_path(place, unknown[1] or '""'))
     if missing := _MISSING.fullmatch(problem):
         return InvalidFieldError(_path(place, missing[1]), "is missing", "a value")
     if expected := _EXPECTED.fullmatch(problem):
@@ -92,14 +94,16 @@ def param_of(path: str, names: Names) -> str:
 
     Args:
         path: such as `sampling_params.stop_strings[2]`.
-        names: beginning of a path without indices -> name of the door. `*` stands for the indices, at the end
-            for the rest of the path too.
+        names: beginning of a path without indices -> name of the door. `*` stands for the indices, of several each
+            for one; at the end it stands for the rest of the path too. Metadata are headers here.
     """
     plain = _INDEX.sub("", path)
     for known in sorted(names, key=len, reverse=True):
         if plain == known or plain.startswith(known + "."):
             name, matched = names[known], ".".join(path.split(".")[: known.count(".") + 1])
-            indices = "".join(_INDEX.findall(matched))
+            indices = _INDEX.findall(matched)
             rest = path[len(matched) :] if name.endswith("*") else ""
-            return (name.replace("*", indices) + rest).lstrip(".")
-    return path
+            while name.count("*") > 1 and indices:
+                name = name.replace("*", indices.pop(0), 1)
+            return (name.replace("*", "".join(indices)) + rest).lstrip(".")
+    return path.removeprefix("metadata ")

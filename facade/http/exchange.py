@@ -163,6 +163,8 @@ class Exchange:
         finally:
             work.cancel()
             closed.cancel()
+            # Else asyncio logs the end of the work as an exception that nobody has read.
+            await asyncio.gather(work, closed, return_exceptions=True)
 
     async def respond(self, status: int, body: bytes, headers: Iterable[tuple[bytes, bytes]] = (_JSON,)) -> None:
         """Sends a whole response."""

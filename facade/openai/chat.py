@@ -36,6 +36,8 @@ _NAMES: Final = {
     "output_options.logprobs": "top_logprobs",
     "messages": "messages*",
     "messages.parts": "messages.content",
+    "messages.tool_calls.name": "messages*.tool_calls*.function.name",
+    "messages.tool_calls.arguments_json": "messages*.tool_calls*.function.arguments",
     "tools.name": "tools*.function.name",
     "tools.parameters_json": "tools*.function.parameters",
     "tools": "tools*",

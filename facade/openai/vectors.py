@@ -17,7 +17,7 @@ from facade.http.bodies import Body, TokenIdList, UInt32, decode
 from facade.http.runner import QuestionPlan
 from facade.openai.completions import prompts_of
 
-_EMBED_NAMES: Final = {"inputs": "input*"}
+_EMBED_NAMES: Final = {"inputs": "input*", "inputs.text": "input*", "inputs.token_ids.ids": "input*"}
 _Format = Literal["float", "base64"]
 
 

@@ -341,7 +341,8 @@ def _requested_params(request: AnswerRequest, model: ServedModel) -> SamplingPar
     """Parameters of a request as far as they do not depend on its prompt."""
     params = sampling_params(request.sampling_params, model.text.defaults, model.vocab_size)
     params = with_logprobs(params, request.output_options, model.vocab_size)
-    wanted_by = "output_options" if params.wants_logprobs else "sampling_params.best_of"
+    option = "prompt_logprobs" if params.logprobs is None else "logprobs"
+    wanted_by = f"output_options.{option}" if params.wants_logprobs else "sampling_params.best_of"
     params = with_candidates(params, request.sampling_params)
     if params.wants_logprobs and not model.serves_logprobs:
         raise UnservedByWorkersError(wanted_by, model.name)

@@ -297,8 +297,11 @@ async def test_workers_without_logprobs_are_named() -> None:
     async with bench(FakeWorker(FILES)) as b:
         described = (await b.stub.GetModel(pb.GetModelRequest())).model
         assert pb.CAPABILITY_LOGPROBS not in described.capabilities
-        for options in (pb.OutputOptions(logprobs=0), pb.OutputOptions(prompt_logprobs=0)):
+        for name in ("logprobs", "prompt_logprobs"):
+            options = pb.OutputOptions(**{name: 0})
             error = await error_of(b.stub.Generate(text_request(output_options=options)))
+            violation = detail(error, error_details_pb2.BadRequest).field_violations[0]
+            assert violation.field == f"output_options.{name}"
             assert error.code() is grpc.StatusCode.UNIMPLEMENTED
             assert detail(error, error_details_pb2.ErrorInfo).domain == DOMAIN
             assert "workers of model" in str(error.details())
