@@ -298,7 +298,8 @@ async def test_workers_without_logprobs_are_named() -> None:
         described = (await b.stub.GetModel(pb.GetModelRequest())).model
         assert pb.CAPABILITY_LOGPROBS not in described.capabilities
         for name in ("logprobs", "prompt_logprobs"):
-            options = pb.OutputOptions(**{name: 0})
+            options = pb.OutputOptions()
+            setattr(options, name, 0)
             error = await error_of(b.stub.Generate(text_request(output_options=options)))
             violation = detail(error, error_details_pb2.BadRequest).field_violations[0]
             assert violation.field == f"output_options.{name}"
