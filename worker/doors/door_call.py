@@ -94,9 +94,6 @@ class DoorAnswer:
         if output.end is not None and not self.is_over:
             self._end(output.end)
 
-    def on_step(self, step: int, submit_seen: int | None) -> None:
-        """Not called: the call is notified of steps."""
-
     def take(self) -> DoorOutput | None:
         """The output since the last call, with at most MAX_MESSAGE_LOGPROBS logprobs; None if there is none."""
         if self._is_taken:
