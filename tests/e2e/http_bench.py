@@ -32,6 +32,10 @@ EXTRAS = {
     ("Model", "root"),
     ("Model", "parent"),
     ("Model", "max_model_len"),
+    # Anthropic's package reads the same path.
+    ("Model", "type"),
+    ("Model", "display_name"),
+    ("Model", "created_at"),
 }
 
 
