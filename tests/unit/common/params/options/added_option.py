@@ -57,7 +57,7 @@ def main(folder: Path) -> None:
         "command line": value("--made-up", "9"),
         "file": value("--config", str(file)),
         "config": [config_of().made_up, config_of("--made-up", "9").made_up],
-        "page": "| `--made-up` | `FISSILE_MADE_UP` | `7` | serve, worker | Number of a test. |" in page(),
+        "page": "| `--made-up`<br>`FISSILE_MADE_UP` | `7` | serve, worker | Number of a test. |" in page(),
     }
     os.environ["FISSILE_MADE_UP"] = "6"
     found["environment"] = value()
