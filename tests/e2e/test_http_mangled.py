@@ -23,7 +23,7 @@ from common.constraints.library import ENGINE
 from common.text.tokenizer import Tokenizer
 from facade import server
 from facade.anthropic.messages import MessagesBody
-from facade.http import exchange
+from facade.http import uploads
 from facade.http.exchange import TIMEOUT_HEADERS
 from facade.openai.chat import ChatBody
 from facade.openai.completions import CompletionBody
@@ -313,7 +313,7 @@ async def test_head_that_does_not_end_closes_connection(monkeypatch: pytest.Monk
 
 
 async def test_body_that_does_not_end_is_status_408(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exchange, "REQUEST_READ_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(uploads, "REQUEST_READ_TIMEOUT_S", 0.1)
     async with facade_of(["127.0.0.1:1"]) as facade:
         for path in ("/v1/messages", "/v1/chat/completions"):
             case = HttpCase("slow", path, [request_bytes(path, b"{" * 20)[:-5]])
