@@ -36,6 +36,8 @@ EXTRAS = {
     ("Model", "type"),
     ("Model", "display_name"),
     ("Model", "created_at"),
+    ("Model", "lifecycle"),
+    ("Model", "max_input_tokens"),
 }
 
 
