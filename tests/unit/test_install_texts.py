@@ -22,8 +22,8 @@ _PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"
 _SUFFIXES = (".md", ".py", ".sh", ".toml", ".yaml", ".yml", ".Dockerfile", "Makefile")
 # An install command, up to the end of its line or of its backticks.
 _COMMAND = re.compile(r"\b(?:pipx? (?:install|download|wheel)|uv (?:add|pip install|tool install)|uvx)\b([^`\n]*)")
-# One of our package names with extras, anywhere in a text.
-_EXTRAS_OF_A_NAME = re.compile(r"\bfissile(?:-client)?\[")
+# One of our package names with extras, anywhere in a text. A field `fissile` of an object is none.
+_EXTRAS_OF_A_NAME = re.compile(r"(?<!\.)\bfissile(?:-client)?\[")
 # One of our package names as an argument of an install command.
 _NAME = re.compile(r"(?:^|\s)['\"]?fissile(?:[-_]client)?(?:['\"]|\[|[=<>~]|\s|\)|$)")
 _OWN = "tests/unit/test_install_texts.py"
@@ -65,7 +65,13 @@ def test_install_by_package_name_is_found(line: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "line", ["pip install ./protos '.[router]'", "fissile serve", "the distribution `fissile-client`"]
+    "line",
+    [
+        "pip install ./protos '.[router]'",
+        "fissile serve",
+        "the distribution `fissile-client`",
+        'choice.fissile["exact"]',
+    ],
 )
 def test_install_from_checkout_is_not_found_by_name(line: str) -> None:
     assert by_name(line) == []

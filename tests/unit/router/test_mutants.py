@@ -28,7 +28,7 @@ from router.answers.channels.markers import SpelledMarkers
 from router.answers.channels.parser import ResponseParser
 from router.answers.delivered import DeliveredText
 from router.answers.stream_assembly import StreamAssembly
-from router.api import pages
+from router.api import open_inference_tensors, pages
 from router.audit.decide import AuditCase
 from router.audit.kv_check import KvCheck
 from router.prompts.text_queue import TextQueue
@@ -61,7 +61,7 @@ from tests.unit.router import test_validation
 from tests.unit.router.answers import test_channel_reader, test_logit_digests, test_stream_assembly
 from tests.unit.router.answers.channels import test_response, test_response_reference
 from tests.unit.router.answers.channels.responses import FAMILIES
-from tests.unit.router.api import test_pages
+from tests.unit.router.api import test_open_inference, test_pages
 from tests.unit.router.audit import test_decide as test_audit
 from tests.unit.router.audit import test_kv_check
 from tests.unit.router.prompts import test_prompts, test_text_queue
@@ -124,6 +124,8 @@ _COMES_AGAIN = test_stream_assembly.test_resumed_answer_omits_delivered_part
 _BEHIND_A_PROMPT = test_stream_assembly.test_continuation_text_depends_only_on_prompt_and_tokens
 _CLIP = test_validation.test_clip_leaves_room_for_at_least_one_token
 _PAGES, _NO_TOKEN = test_pages.test_pages_join_to_whole_list, test_pages.test_unknown_page_token_is_refused
+_TENSORS = test_open_inference.test_tensors_read_as_they_were_written
+_RAW_BYTES = test_open_inference.test_any_raw_bytes_are_read_or_refused_by_name
 _CERTAIN = test_audit.test_audit_convicts_only_faulty_worker
 _ODD_ONE = test_kv_check.test_kv_check_of_three_blames_differing_worker
 _COMPACT = test_prompts.test_token_ids_become_compact_from_a_list_and_from_a_message
@@ -218,6 +220,11 @@ MUTANTS: list[tuple[Mutant, tuple[Test, ...]]] = [
         Mutant("room_off", test_validation, "clip_to_length", "min(params.min_tokens, room)", "params.min_tokens"),
         (_CLIP,),
     ),
+    (
+        Mutant("last_all", open_inference_tensors, "_elements", "yield data[start:at]", "yield data[start:]"),
+        (_TENSORS,),
+    ),
+    (Mutant("cut_short", open_inference_tensors, "_elements", "if at > len(data):", "if False:"), (_RAW_BYTES,)),
     (Mutant("last_page", test_pages, "page_of", "if end < len(items)", "if end < len(items) - 1"), (_PAGES,)),
     (Mutant("any_token", pages, "_key_in", "if token != _token_of(key):", "if False:"), (_NO_TOKEN,)),
     (Mutant("certain", AuditCase, "_suspect", "is_certain=False", "is_certain=True"), (_CERTAIN,)),

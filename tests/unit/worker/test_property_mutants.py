@@ -29,7 +29,14 @@ from tests.unit.worker.engine.speculation import (
     test_step_costs,
 )
 from tests.unit.worker.ranks import test_batch_delta, test_frames
-from tests.unit.worker.session import test_cache_events, test_extreme_numbers, test_intake, test_outbox, test_session
+from tests.unit.worker.session import (
+    test_block_log,
+    test_cache_events,
+    test_extreme_numbers,
+    test_intake,
+    test_outbox,
+    test_session,
+)
 from worker.engine.block_manager import BlockManager
 from worker.engine.lifecycle import Lifecycle
 from worker.engine.prefill_meter import ContextCost
@@ -43,6 +50,7 @@ from worker.ranks import frames
 from worker.ranks.batch_delta import BatchDecoder, BatchEncoder
 from worker.ranks.frames import FrameReader
 from worker.session import outbox
+from worker.session.block_log import BlockLog
 from worker.session.cache_events import KvCursor, KvLog
 from worker.session.intake import Inbox
 from worker.session.outbox import Outbox, OutboxRun
@@ -53,6 +61,7 @@ _LOGPROBS = test_outbox.test_logprobs_accompany_tokens_after_given_rows
 _CUT = test_intake.test_split_and_interleaved_groups_give_equal_sequences
 _STORM = test_session.test_cancel_storm_with_two_routers
 _HOLDS = test_cache_events.test_kv_log_equals_engine_cache
+_BLOCKS = test_block_log.test_log_adds_up_to_cache_of_engine
 _LOOKUP = test_drafter.test_lookup_equals_brute_force
 _ALIKE = test_drafter.test_lookup_with_many_equal_ngrams_equals_brute_force
 _AFFORDED = test_context_cost.test_chunk_has_largest_affordable_size
@@ -97,6 +106,7 @@ MUTANTS: list[tuple[Mutant, Test]] = [
     (Mutant("half_a_group", Inbox, "submit", "group.more = frame.more", "group.more = False"), _CUT),
     (Mutant("never_gone", KvLog, "append", "self._present.discard(~change)", "pass"), test_cache_events.LogMachine),
     (Mutant("no_snapshot", KvCursor, "restart", "True, None", "False, None"), test_cache_events.LogMachine),
+    (Mutant("block_stays", BlockLog, "_apply", ".pop(change, None)", ".get(change)"), _BLOCKS),
     (Mutant("silent_cache", PrefixCache, "take_granule_changes", "return", "return [] and"), _HOLDS),
     (Mutant("oldest_place", NgramProposer, "_latest", "> length:\n", ">= length:\n"), _LOOKUP),
     (Mutant("oldest_of_many", NgramProposer, "_latest", "int(others[-1])", "int(others[0])"), _ALIKE),
