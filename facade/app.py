@@ -5,22 +5,20 @@ from __future__ import annotations
 import functools
 import math
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 from fissile.client import AsyncClient, FissileError
 from fissile.client.base import get_model, list_models
 from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from common.limits import CORS_MAX_AGE_S, HEALTH_KEPT_S, HEALTH_TIMEOUT_S
+from common.telemetry.request_record import shown
 from common.version import fissile_version
 from facade.anthropic import messages
 from facade.anthropic.message_events import error_form
@@ -33,7 +31,8 @@ from facade.http.uploads import ClientGoneError, UploadTable
 from facade.openai import chat, completions, models, responses, vectors
 from facade.openai.sampling import error_body
 
-_REASONS: Final = {404: "UNKNOWN_PATH", 405: "WRONG_METHOD"}
+# Paths of Anthropic's door begin so.
+_MESSAGES: Final = "/v1/messages"
 
 
 class FacadeHealth:
@@ -109,17 +108,17 @@ class FacadeApp:
         app = Starlette(
             routes=[*self._routes(), *more],
             middleware=[cors] if self.origins else [],
-            exception_handlers={404: _refuse_path, 405: _refuse_path},
         )
         # A redirect to the path without a slash at its end has the scheme and host of this process, not of a proxy.
         app.router.redirect_slashes = False
+        app.router.default = Endpoint(_refuse_path, self.uploads, self.timeout_s)
         return app
 
     def _routes(self) -> list[Route]:
         return [
             self._generation("/v1/chat/completions", chat.parse, error_body),
             self._generation("/v1/responses", responses.parse, error_body),
-            self._generation("/v1/messages", messages.parse, error_form),
+            self._generation(_MESSAGES, messages.parse, error_form),
             self._question("/v1/messages/count_tokens", messages.parse_count, error_form),
             self._generation("/v1/completions", completions.parse, error_body),
             self._question("/v1/embeddings", vectors.parse_embeddings, error_body),
@@ -140,7 +139,7 @@ class FacadeApp:
 
     def _lookup(self, path: str, handle: Callable[[Exchange], Awaitable[None]]) -> Route:
         """The route of a request without a body."""
-        return Route(path, Endpoint(handle, self.uploads, self.timeout_s), methods=["GET"])
+        return Route(path, Endpoint(handle, self.uploads, self.timeout_s, ("GET", "HEAD")))
 
     def _list_models(self, exchange: Exchange) -> Awaitable[None]:
         plan = QuestionPlan(list_models(), functools.partial(models.models_json, created=self.created))
@@ -157,7 +156,7 @@ class FacadeApp:
         async def handle(exchange: Exchange) -> None:
             await self.runner.answer(exchange, parse, form)
 
-        return Route(path, Endpoint(handle, self.uploads, self.timeout_s), methods=["POST"])
+        return Route(path, Endpoint(handle, self.uploads, self.timeout_s, ("POST",)))
 
     def _question(self, path: str, parse: Callable[[bytes], QuestionPlan[Any]], form: ErrorForm) -> Route:
         """The route of a translator for calls with one answer."""
@@ -165,7 +164,7 @@ class FacadeApp:
         async def handle(exchange: Exchange) -> None:
             await self.runner.ask(exchange, parse, form)
 
-        return Route(path, Endpoint(handle, self.uploads, self.timeout_s), methods=["POST"])
+        return Route(path, Endpoint(handle, self.uploads, self.timeout_s, ("POST",)))
 
 
 class Endpoint:
@@ -175,19 +174,27 @@ class Endpoint:
         handle: responds.
         uploads: bodies of all requests while they arrive.
         timeout_s: deadline of requests that name none.
+        methods: that the path has; none for any.
     """
 
-    def __init__(self, handle: Callable[[Exchange], Awaitable[None]], uploads: UploadTable, timeout_s: float) -> None:
+    def __init__(
+        self,
+        handle: Callable[[Exchange], Awaitable[None]],
+        uploads: UploadTable,
+        timeout_s: float,
+        methods: Sequence[str] = (),
+    ) -> None:
         self._handle = handle
         self._uploads = uploads
         self._timeout_s = timeout_s
+        self._methods = methods
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serves one request."""
         exchange = Exchange(scope, receive, send, self._uploads, self._timeout_s)
         crash: BaseException | None = None
         try:
-            await self._handle(exchange)
+            await self._respond(exchange)
         except ClientGoneError:
             exchange.facts.setdefault("reason", "CLIENT_GONE")
         except Exception as error:
@@ -195,14 +202,24 @@ class Endpoint:
         finally:
             exchange.log_end(crash)
 
+    async def _respond(self, exchange: Exchange) -> None:
+        if not self._methods or exchange.method in self._methods:
+            await self._handle(exchange)
+            return
+        failure = HttpError(405, f"{shown(exchange.path)} has no method {shown(exchange.method, 32)}", "WRONG_METHOD")
+        await _refuse(exchange, failure, [(b"allow", ", ".join(self._methods).encode())])
+
 
 async def _version(exchange: Exchange) -> None:
     await exchange.respond_json({"version": fissile_version()})
 
 
-async def _refuse_path(request: Request, error: Exception) -> Response:
-    status = error.status_code if isinstance(error, HTTPException) else 500
-    what = "does not exist" if status == 404 else f"has no method {request.method}"
-    failure = HttpError(status, f"{request.url.path} {what}", _REASONS.get(status, ""))
-    headers = error.headers if isinstance(error, HTTPException) else None
-    return JSONResponse(error_body(failure), status, headers)
+async def _refuse_path(exchange: Exchange) -> None:
+    await _refuse(exchange, HttpError(404, f"{shown(exchange.path)} does not exist", "UNKNOWN_PATH"))
+
+
+async def _refuse(exchange: Exchange, failure: HttpError, headers: Iterable[tuple[bytes, bytes]] = ()) -> None:
+    """Refuses a request by its path or method, in the form of the door that the path belongs to."""
+    form: ErrorForm = error_form if exchange.path.startswith(_MESSAGES) else error_body
+    exchange.note(failure)
+    await exchange.respond_json(form(failure), failure.status, headers)

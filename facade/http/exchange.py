@@ -88,6 +88,11 @@ class Exchange:
         return str(self._scope["path"])
 
     @property
+    def method(self) -> str:
+        """The method, as the client wrote it."""
+        return str(self._scope["method"])
+
+    @property
     def timeout_s(self) -> float:
         """Seconds that the caller waits for the whole answer.
 
@@ -222,7 +227,7 @@ class Exchange:
         fields = {
             "trace_id": trace_id_of(self.traceparent),
             "http_request_id": shown(self.http_request_id),
-            "method": f"{self._scope['method']} {shown(self.path, 128)}",
+            "method": f"{shown(self.method, 32)} {shown(self.path, 128)}",
             "status": self.facts.pop("failed_status", self.status),
             **self.facts,
             "peer": f"{client[0]}:{client[1]}" if client else "",

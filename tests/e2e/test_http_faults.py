@@ -13,7 +13,9 @@ from typing import Any
 
 import openai
 import pytest
+from structlog.testing import capture_logs
 
+from facade.http.exchange import EVENT
 from tests.e2e.fake_worker import FakeWorker
 from tests.e2e.http_bench import HttpBench, facade_of
 from tests.e2e.router_bench import FILES, Bench, bench, until
@@ -148,6 +150,31 @@ async def test_bad_http_closes_its_connection_alone(served: tuple[Bench, HttpBen
         assert (await reader.readline()).split()[1] in (b"400", b"431")
     writer.close()
     assert (await served[1].http.post(CHAT, json=SAY)).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "reason", "allowed"),
+    [
+        ("POST", "/v1/nothing", 404, "UNKNOWN_PATH", None),
+        ("POST", f"{CHAT}/", 404, "UNKNOWN_PATH", None),
+        ("POST", "/v1/messages/nothing", 404, "UNKNOWN_PATH", None),
+        ("GET", CHAT, 405, "WRONG_METHOD", "POST"),
+        ("DELETE", "/v1/messages", 405, "WRONG_METHOD", "POST"),
+        ("POST", "/v1/models", 405, "WRONG_METHOD", "GET, HEAD"),
+    ],
+)
+async def test_wrong_path_or_method_is_refused_in_form_of_door_and_logged(
+    served: tuple[Bench, HttpBench], method: str, path: str, status: int, reason: str, allowed: str | None
+) -> None:
+    with capture_logs() as lines:
+        response = await served[1].http.request(method, path)
+        await until(lambda: [line for line in lines if line["event"] == EVENT])
+    assert (response.status_code, response.headers.get("allow")) == (status, allowed)
+    body = response.json()
+    assert "message" in body["error"]
+    assert (body.get("type") == "error") is path.startswith("/v1/messages")
+    (line,) = [line for line in lines if line["event"] == EVENT]
+    assert (line["method"], line["status"], line["reason"]) == (f"{method} {path}", status, reason)
 
 
 async def test_large_body_is_refused(served: tuple[Bench, HttpBench]) -> None:
