@@ -36,7 +36,6 @@ _BY_REASON: Final[Mapping[str, int]] = {
     "METADATA_TOO_LARGE": 431,
     "REQUEST_TIMEOUT": 408,
     "BODY_TOO_LARGE": 413,
-    "WRONG_MEDIA_TYPE": 415,
 }
 _RETRIED_BY_CLIENTS: Final = frozenset({408, 409, 429})
 
