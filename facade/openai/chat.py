@@ -24,6 +24,7 @@ from facade.openai.sampling import (
     AnswerBody,
     UsageSum,
     call_arguments,
+    effort_arguments,
     error_body,
     finish_reason,
     json_text,
@@ -128,6 +129,7 @@ class ChatBody(AnswerBody, kw_only=True):
     tool_choice: str | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: msgspec.Raw = ABSENT
+    reasoning_effort: str | None = None
     include_reasoning: bool | None = None
     add_generation_prompt: Literal[True] | None = None
     modalities: list[Literal["text"]] | None = None
@@ -154,9 +156,7 @@ def parse(body: bytes, created: int) -> AnswerPlan:
         **call_arguments(given, output),
         "sampling_params": sampling_params(given, limit),
         "tools": [chat_tool(each) for each in given.tools or ()],
-        "template_arguments_json": json_text(given.chat_template_kwargs)
-        if is_given(given.chat_template_kwargs)
-        else None,
+        "template_arguments_json": _template_arguments(given),
         "reasoning": None if given.include_reasoning is not False else {"separate": False},
     }
     with_tools(arguments, _tool_choice(given.tool_choice), is_parallel=given.parallel_tool_calls is not False)
@@ -164,6 +164,15 @@ def parse(body: bytes, created: int) -> AnswerPlan:
     messages = [chat_message(i, message) for i, message in enumerate(given.messages)]
     encoder = ChatEncoder(given, created)
     return AnswerPlan([messages], True, arguments, encoder, bool(given.stream), _NAMES)
+
+
+def _template_arguments(given: ChatBody) -> str | dict[str, Any] | None:
+    if not is_given(given.chat_template_kwargs):
+        return effort_arguments("reasoning_effort", given.reasoning_effort)
+    if given.reasoning_effort is not None:
+        problem = "is set beside chat_template_kwargs"
+        raise InvalidFieldError("reasoning_effort", problem, "chat_template_kwargs alone, with reasoning_effort in it")
+    return json_text(given.chat_template_kwargs)
 
 
 def _text_of(raw: msgspec.Raw) -> str | None:

@@ -26,6 +26,7 @@ from facade.http.parts import (
 )
 from facade.http.runner import AnswerPlan
 from facade.openai.response_events import ResponseEncoder
+from facade.openai.sampling import effort_arguments
 
 # Field -> its values that have no effect here; every other value is refused. None: all values have no effect.
 HARMLESS_FIELDS: Final[Mapping[str, Collection[Any] | None]] = {
@@ -53,7 +54,6 @@ _HARMLESS_INCLUDES: Final = (
     "file_search_call.results",
     "message.input_image.image_url",
 )
-_EFFORTS: Final = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 # Field of `fissile.v1` -> field of this API, as for `param_of`.
 NAMES: Final[Names] = {
     "messages": "input",
@@ -243,7 +243,9 @@ def parse(data: bytes, created: int) -> AnswerPlan:
         "temperature": body.temperature,
         "top_p": body.top_p,
         "constraint": _constraint(body.text),
-        "template_arguments_json": _template_arguments(body.reasoning),
+        "template_arguments_json": effort_arguments(
+            "reasoning.effort", None if body.reasoning is None else body.reasoning.effort
+        ),
         "tools": tools or None,
     }
     choice = _tool_choice(body.tool_choice)
@@ -378,15 +380,6 @@ def _constraint(text: TextBody | None) -> dict[str, Any] | None:
         if kind not in ("text", "json_object"):
             raise unserved_type(kind, "text, json_object or json_schema")
         return {"json_object": True} if kind == "json_object" else None
-
-
-def _template_arguments(reasoning: ReasoningBody | None) -> dict[str, Any] | None:
-    """Variables of the chat template for an effort: `reasoning_effort`, or `enable_thinking` false for none."""
-    if reasoning is None or reasoning.effort is None:
-        return None
-    if reasoning.effort not in _EFFORTS:
-        raise InvalidFieldError("reasoning.effort", f"is {reasoning.effort[:64]!r}", ", ".join(_EFFORTS))
-    return {"enable_thinking": False} if reasoning.effort == "none" else {"reasoning_effort": reasoning.effort}
 
 
 def _repeated(body: ResponsesBody, created: int) -> dict[str, Any]:

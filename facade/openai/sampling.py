@@ -37,6 +37,7 @@ NAMES: Final = {
     "session_id": "prompt_cache_key",
     "resume": "request",
 }
+_EFFORTS: Final = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 DONE: Final = b"data: [DONE]\n\n"
 _CODES: Final = {
     "TOO_LONG": "context_length_exceeded",
@@ -218,6 +219,19 @@ def json_text(raw: msgspec.Raw) -> str:
     """The text of a JSON value as it was written, because the order of names matters; of a string its text."""
     text = bytes(raw).strip()
     return msgspec.json.decode(text, type=str) if text.startswith(b'"') else text.decode()
+
+
+def effort_arguments(path: str, effort: str | None) -> dict[str, Any] | None:
+    """Variables of the chat template for an effort: `reasoning_effort`, or `enable_thinking` false for none.
+
+    Raises:
+        InvalidFieldError: the effort, the caller's field `path`, is unknown.
+    """
+    if effort is None:
+        return None
+    if effort not in _EFFORTS:
+        raise InvalidFieldError(path, f"is {effort[:64]!r}", ", ".join(_EFFORTS))
+    return {"enable_thinking": False} if effort == "none" else {"reasoning_effort": effort}
 
 
 def call_arguments(body: AnswerBody, output: pb.OutputOptions) -> dict[str, Any]:

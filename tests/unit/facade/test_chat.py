@@ -94,3 +94,25 @@ def test_any_body_is_a_plan_or_a_named_refusal(parse: Any, body: bytes) -> None:
     except ApiError as error:
         found = error.message
     assert found
+
+
+@pytest.mark.parametrize(
+    ("fields", "variables"),
+    [
+        ({"reasoning_effort": "low"}, {"reasoning_effort": "low"}),
+        ({"reasoning_effort": "none"}, {"enable_thinking": False}),
+        ({"chat_template_kwargs": {"enable_thinking": True}}, {"enable_thinking": True}),
+    ],
+)
+def test_effort_is_a_variable_of_the_chat_template(fields: dict[str, Any], variables: dict[str, Any]) -> None:
+    given = chat.parse(msgspec.json.encode(BODY | fields), 0).arguments["template_arguments_json"]
+    assert (msgspec.json.decode(given) if isinstance(given, str) else given) == variables
+
+
+@pytest.mark.parametrize(
+    "fields", [{"reasoning_effort": "huge"}, {"reasoning_effort": "low", "chat_template_kwargs": {"a": 1}}]
+)
+def test_unknown_or_second_effort_is_refused_by_name(fields: dict[str, Any]) -> None:
+    with pytest.raises(ApiError) as refused:
+        chat.parse(msgspec.json.encode(BODY | fields), 0)
+    assert refused.value.violations[0].path == "reasoning_effort"
