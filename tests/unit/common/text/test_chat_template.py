@@ -204,10 +204,10 @@ def test_rejected_input_is_invalid_argument_in_one_line(source: str, said: str) 
 
 
 def test_size_is_bounded() -> None:
-    source = "{% for i in range(100000) %}{{ messages[0].content }}{% endfor %}"
+    source = "{% for i in range(1000) %}{{ messages[0].content }}{% endfor %}"
 
     with pytest.raises(TemplateInputError, match="characters"):
-        template(source).render([{"role": "user", "content": "x" * 1000}])
+        template(source).render([{"role": "user", "content": "x" * 100_000}])
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,7 @@ ALIASES = "a0: &a0 [x]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9
         ("- made\n", "is not a mapping"),
         ("made: {\n", "is not YAML"),
         ("[" * 3000, "is nested too deeply"),
-        ("made: " + "{a: " * 3000, "is nested too deeply"),
+        ("made: " + "{a: " * 600, "is nested too deeply"),
         (ALIASES, "has more than 100000 values, with its aliases"),
         ("made: &a [*a]\n", "has more than 100000 values, with its aliases"),
         ("#" * 2_000_000, "has more than 1048576 bytes"),
