@@ -56,7 +56,7 @@ PYTHON
 echo "== $(basename "$wheel"), $(du -k "$wheel" | cut -f1) KiB"
 "${PYTHON:-python3}" -m venv "$folder/service"
 pip_install service "$torch" 2>/dev/null || pip_install service --index-url https://download.pytorch.org/whl/cpu "$torch"
-pip_install service "$client" "${wheel}[router,worker,cpu]"
+pip_install service "$client" "${wheel}[router,worker,http,cpu]"
 (alone service python -) <<'PYTHON'
 import shutil
 

@@ -26,4 +26,4 @@ list() {
 client=("$dist"/fissile_client-*.whl)
 service=("$dist"/fissile-*.whl)
 list fissile-client "${client[0]}"
-list fissile "${client[0]}" "${service[0]}[router,worker]"
+list fissile "${client[0]}" "${service[0]}[router,worker,http,smg]"

@@ -14,11 +14,12 @@ WORKDIR /src
 COPY pyproject.toml hatch_build.py README.md LICENSE ./
 COPY protos/ protos/
 COPY common/ common/
+COPY facade/ facade/
 COPY router/ router/
 # The wheel takes both in; the router never imports them (scripts/check_imports.py).
 COPY kernels/ kernels/
 COPY worker/ worker/
-RUN /opt/fissile/bin/python -m pip install ./protos ".[router]"
+RUN /opt/fissile/bin/python -m pip install ./protos ".[router,http]"
 
 FROM ${BASE}
 # Names the user, so that libraries which look it up find it. Nothing is owned by it: it can change nothing here.

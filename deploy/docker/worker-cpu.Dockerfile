@@ -26,8 +26,9 @@ COPY protos/ protos/
 COPY common/ common/
 COPY kernels/ kernels/
 COPY worker/ worker/
+COPY facade/ facade/
 COPY router/ router/
-RUN /opt/fissile/bin/python -m pip install ./protos ".[worker,cpu]"
+RUN /opt/fissile/bin/python -m pip install ./protos ".[worker,smg,cpu]"
 
 FROM ${BASE}
 # Names the user, so that libraries which look it up find it (PyTorch does). /cache is for models of the Hub.

@@ -18,6 +18,7 @@ COPY protos/ protos/
 COPY common/ common/
 COPY kernels/ kernels/
 COPY worker/ worker/
+COPY facade/ facade/
 COPY router/ router/
 # PyTorch, Triton and AITER stay what they are: pip is held to them by constraints, and their lines are compared at the
 # end. Hugging Face's distribution `kernels` would overwrite our package of that name, or be overwritten.
@@ -26,7 +27,7 @@ RUN python3 -c 'import torch; assert torch.version.hip, f"{torch.__version__} is
     && python3 -m pip list --format=freeze >/tmp/before \
     && if grep -q '^kernels==' /tmp/before; then echo "the base has Hugging Face's distribution kernels" >&2; exit 1; fi \
     && grep -E '^(torch|triton|pytorch-triton-rocm|amd-aiter)==' /tmp/before >/tmp/held \
-    && python3 -m pip install --constraint /tmp/held ./protos ".[worker]" \
+    && python3 -m pip install --constraint /tmp/held ./protos ".[worker,smg]" \
     && python3 -m pip list --format=freeze >/tmp/after \
     && test "$(grep -cxFf /tmp/held /tmp/after)" = "$(wc -l </tmp/held)" \
     && rm -rf /src/* /tmp/before /tmp/held /tmp/after

@@ -115,7 +115,7 @@ def test_copied_files_exist_and_are_not_ignored(path: Path) -> None:
 
 def test_installed_extras_exist() -> None:
     installed = {path.stem: re.findall(r'"\.\[([a-z,]+)\]"', path.read_text()) for path in FILES}
-    assert installed == {"router": ["router"], "worker-cpu": ["worker,cpu"], "worker-rocm": ["worker"]}
+    assert installed == {"router": ["router,http"], "worker-cpu": ["worker,smg,cpu"], "worker-rocm": ["worker,smg"]}
     # The pattern by which the CPU file finds the version of PyTorch.
     pinned = re.search(r'^cpu = \["(torch==[^"]+\+cpu)"\]', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     assert pinned is not None
@@ -148,10 +148,12 @@ def test_wheel_from_copied_files_is_complete(tmp_path: Path) -> None:
     assert made.returncode == 0, made.stderr
     names, client = (contents(tmp_path, pattern) for pattern in ("fissile-*.whl", "fissile_client-*.whl"))
     assert {name.partition("/")[0] for name in names if ".dist-info/" not in name} == {
-        "common", "kernels", "router", "worker",
+        "common", "facade", "kernels", "router", "worker",
     }  # fmt: skip
     assert {name.partition("/")[0] for name in client if ".dist-info/" not in name} == {"fissile"}
-    ours = {path for name in ("common", "router", "worker", "kernels") for path in (ROOT / name).rglob("*.py")}
+    ours = {
+        path for name in ("common", "facade", "router", "worker", "kernels") for path in (ROOT / name).rglob("*.py")
+    }
     assert {str(path.relative_to(ROOT)) for path in ours} <= names
     stubs = (ROOT / "protos").rglob("*.py")
     assert {str(path.relative_to(ROOT / "protos")) for path in stubs} <= client

@@ -84,7 +84,7 @@ def install_commands() -> list[str]:
 
 def test_readme_commands_install_router_and_client() -> None:
     commands = [shlex.split(command) for command in install_commands()]
-    assert ["install", "./protos", ".[router]"] in commands
+    assert ["install", "./protos", ".[router,http]"] in commands
     assert ["install", "./protos"] in commands
 
 
@@ -143,7 +143,7 @@ def test_source_archive_wheels_have_all_files(tmp_path: Path) -> None:
 def test_readme_install_from_checkout_runs_the_router(tmp_path: Path) -> None:
     source, bin_folder = checkout(tmp_path / "check out"), tmp_path / "venv" / "bin"
     subprocess.run([sys.executable, "-m", "venv", tmp_path / "venv"], check=True)
-    pip(bin_folder / "python", "install", "--quiet", "./protos", ".[router]", cwd=source, path=str(bin_folder))
+    pip(bin_folder / "python", "install", "--quiet", "./protos", ".[router,http]", cwd=source, path=str(bin_folder))
     kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     environment = {**kept, "PATH": str(bin_folder)}
 

@@ -45,6 +45,8 @@ class ForkedProcess:
 
     def __init__(self, arguments: Sequence[str], folder: Path, environment: Mapping[str, str], log: Path) -> None:
         self.args = list(arguments)
+        # Tests read it at once, and the process opens it only when it runs.
+        log.touch()
         # Daemons end with the test run.
         self._process = _fork_server().Process(
             target=_run, args=(self.args, folder, dict(environment), log), daemon=True

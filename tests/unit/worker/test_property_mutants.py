@@ -146,7 +146,7 @@ MUTANTS: list[tuple[Mutant, Test]] = [
     (Mutant("any_tokens", PrefixCache, "find", " and block.tokens == tokens", ""), _WEAK),
     (Mutant("any_salt", PrefixCache, "root", "if not cache_salt:", "if True:"), _WEAK),
     (Mutant("gap", BlockManager, "_publish_next", _ENDS, _GOES_ON), _WEAK),
-    (Mutant("node_again", PrefixCache, "add", "next(self._next_node)", "depth"), _WEAK),
+    (Mutant("node_again", PrefixCache, "add", "next(self._next_node)", "i + 1"), _WEAK),
     (Mutant("to_the_back", Lifecycle, "preempt", "appendleft(seq)", "append(seq)"), _SCHEDULER),
     (Mutant("over_budget", StepLimits, "chunk", "<= budget", "<= budget + 1"), _SCHEDULER),
     (Mutant("no_end", DPMetadata, "chunked_sizes", _SIZE, _LEFT), _CHUNKS),
