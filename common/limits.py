@@ -257,7 +257,7 @@ VIOLATION_MEMORY_S = 10.0
 SESSION_GOODBYE_S = 0.25
 
 # KV events (docs/explanation/architecture.md): the time between two frames of a Session, the changes in a frame, and
-# those that a worker remembers for routers that return or are slow. A router that needs older ones gets a snapshot.
+# the changes that a worker keeps for returning or slow routers. A router that needs older changes gets a snapshot.
 KV_EVENTS_S = 0.05
 MAX_KV_FRAME_CHANGES = 4096
 MAX_KV_LOG = 1 << 16

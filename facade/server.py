@@ -83,7 +83,7 @@ class HttpConnection(H11Protocol):
         self.transport.abort()
 
     def send_400_response(self, msg: str) -> None:
-        """Refuses what is not HTTP, as JSON."""
+        """Refuses bytes that are not an HTTP request: status 400, with a JSON body."""
         headers = [(b"content-type", b"application/json"), (b"connection", b"close")]
         for event in (
             h11.Response(status_code=400, headers=headers, reason=b"Bad Request"),

@@ -71,7 +71,7 @@ async def facade_of(routers: Sequence[str], **options: Any) -> AsyncIterator[Htt
 
 
 def checked(received: Any) -> Any:
-    """An object of OpenAI's package, if it is valid for its strict type and has no field beside those of EXTRAS."""
+    """Returns an object of OpenAI's package after checking it against its strict type; only EXTRAS may be added."""
     kind, given = type(received), received.to_dict()
     if isinstance(received, Completion):
         _fill_known_nulls(given)

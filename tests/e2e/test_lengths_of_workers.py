@@ -90,7 +90,7 @@ def test_answer_never_moves_to_worker_with_too_short_model_length(
 
 
 def test_clients_see_effective_model_length(fleet: Service) -> None:
-    """A short worker shortens the model for nobody."""
+    """A worker with a shorter context does not reduce the length that clients may use."""
     start(fleet, 0, 1)
     assert fleet.stub.GetModel(pb.GetModelRequest()).model.max_model_len == LONG
     with ThreadPoolExecutor(2) as pool:

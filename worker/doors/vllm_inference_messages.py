@@ -1,4 +1,4 @@
-"""Messages of vllm.Inference and vllm.Control from and to those of doors. Pure.
+"""Converts messages of vllm.Inference and vllm.Control to and from door requests and events. Pure.
 
 A field that the engine does not serve is refused by its name. Absent values are those of vLLM: without a temperature
 an answer is greedy, and without `max_new_tokens` it has at most 20 tokens.

@@ -101,12 +101,10 @@ def build_sequence(
     Args:
         request: checked (`check_sequence`).
         token_ids: prompt, and output of earlier attempts.
-        params: of the request.
-        limits: of the engine.
+        params, limits: of the request and of the engine.
         prompt_len: number of prompt tokens in `token_ids`.
         seed: of its random numbers.
-        arrived: monotonic seconds.
-        deadline: monotonic seconds; None for never.
+        arrived, deadline: monotonic seconds; deadline None for never.
         choice: index of the answer.
         chain_hash: computed by the router; None without a router.
         may_return: True if it may be given back to the router before its first step (rule S9).

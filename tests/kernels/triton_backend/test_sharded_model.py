@@ -14,7 +14,7 @@ from common.config import Config
 from tests.checkpoints import make_checkpoint
 from tests.kernels.dense_layers import relative
 from tests.kernels.triton_backend.test_quantized_checkpoints import logits
-from tests.unit.worker.model.test_sharded_models import Exchange, ThreadCollectives
+from tests.unit.worker.model.test_sharded_models import RankExchange, ThreadCollectives
 from worker.config.model_config import ModelConfig
 from worker.model.model_runner import ModelRunner
 from worker.model.sharding import Shard
@@ -36,7 +36,7 @@ class TakingTurns(ThreadCollectives):
 
 def on_ranks(folder: Path, size: int, expert_parallel: bool) -> list[torch.Tensor]:
     """What each rank computes."""
-    exchange, turn = Exchange(size), Lock()
+    exchange, turn = RankExchange(size), Lock()
 
     def computed(rank: int) -> torch.Tensor:
         with turn:

@@ -472,7 +472,7 @@ class CandidateTokens(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     ALL_FIELD_NUMBER: _builtins.int
     top_n: _builtins.int
-    """So many of the most likely ones."""
+    """Number of most likely tokens."""
     all: _builtins.bool
     """The whole vocabulary; not served."""
     @_builtins.property

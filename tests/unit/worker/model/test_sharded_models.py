@@ -41,7 +41,7 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
 
 
 @dataclass
-class Exchange:
+class RankExchange:
     """What the ranks of one group hand each other."""
 
     size: int
@@ -55,7 +55,7 @@ class Exchange:
 class ThreadCollectives(Alone):
     """Collectives of ranks that are threads."""
 
-    exchange: Exchange
+    exchange: RankExchange
     rank: int
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
@@ -95,7 +95,7 @@ def logits(folder: Path, shard: Shard) -> torch.Tensor:
 
 def on_ranks(folder: Path, size: int, expert_parallel: bool) -> list[torch.Tensor]:
     """What each rank computes."""
-    exchange = Exchange(size)
+    exchange = RankExchange(size)
     shards = [Shard(rank, size, ThreadCollectives(exchange, rank), expert_parallel) for rank in range(size)]
     with ThreadPoolExecutor(size) as pool:
         return list(pool.map(lambda shard: logits(folder, shard), shards))
@@ -130,7 +130,7 @@ def test_only_rank_0_fetches_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         seq.block_table = list(range(8))
         return runner.forward(ScheduledBatch({0: seq}, [len(PROMPT)], len(PROMPT))).token_ids
 
-    exchange = Exchange(2)
+    exchange = RankExchange(2)
     with ThreadPoolExecutor(2) as pool:
         first, second = pool.map(run, [Shard(rank, 2, ThreadCollectives(exchange, rank)) for rank in range(2)])
     assert list(first.values()) == list(second.values())
