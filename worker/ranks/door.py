@@ -17,14 +17,14 @@ import secrets
 import selectors
 import socket
 import time
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 import structlog
 
 from common.limits import MAX_HELLO_BYTES, MAX_RANK_GUESTS, RANK_TCP_TIMEOUT_S
-from worker.ranks.frames import FrameError, FrameReader, encode, receive
+from worker.ranks.frames import FrameError, FrameReader, encode, messages, receive
 
 log = structlog.get_logger(__name__)
 
@@ -172,13 +172,13 @@ def knock(sock: socket.socket, rank: int, secret: str) -> FrameReader:
         FrameError: the peer is no door.
     """
     reader = FrameReader()
-    messages = _messages(sock, reader)
-    match next(messages):
+    received = messages(sock, reader)
+    match next(received):
         case ("challenge", bytes(nonce)):
             sock.sendall(encode(("hello", rank, os.getpid(), prove(secret, nonce, rank))))
         case _:
             raise FrameError("it sent no challenge")
-    if next(messages) != _WELCOME:
+    if next(received) != _WELCOME:
         raise FrameError("it sent no welcome")
     return reader
 
@@ -203,12 +203,6 @@ def knock_until_admitted(host: str, port: int, rank: int, secret: str) -> tuple[
                 stack.pop_all()
                 return sock, reader
         time.sleep(_KNOCK_AGAIN_S)
-
-
-def _messages(sock: socket.socket, reader: FrameReader) -> Iterator[Any]:
-    """Messages of a connection; raises when the connection ends."""
-    while True:
-        yield from receive(sock, reader)
 
 
 def listen(host: str, port: int) -> socket.socket:

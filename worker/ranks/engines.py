@@ -13,7 +13,7 @@ from typing import Any, Final
 from common.limits import RANK_TCP_TIMEOUT_S
 from worker.ranks.collectives import open_store, reach_store
 from worker.ranks.door import Door, knock_until_admitted
-from worker.ranks.frames import FrameError, encode, receive
+from worker.ranks.frames import FrameError, encode, messages
 
 _ADMIT_S: Final = 0.2
 _AGAIN_S: Final = 0.5
@@ -70,10 +70,7 @@ def find_store(host: str, port: int, place: int, secret: str) -> Any:
         sock, reader = knock_until_admitted(host, port, place, secret)
         # RuntimeError: the engine that told the port has ended since.
         with sock, contextlib.suppress(OSError, EOFError, FrameError, RuntimeError):
-            message = None
-            while message is None:
-                message = next(receive(sock, reader), None)
-            match message:
+            match next(messages(sock, reader)):
                 case ("store", int(store_port)):
                     return reach_store(host, store_port, within)
         time.sleep(_AGAIN_S)

@@ -123,6 +123,18 @@ def receive(sock: socket.socket, reader: FrameReader) -> Iterator[Any]:
     return reader.feed(data)
 
 
+def messages(sock: socket.socket, reader: FrameReader) -> Iterator[Any]:
+    """Messages of a blocking connection, first those that the reader already holds: some may have come with earlier
+    ones.
+
+    Raises:
+        as `receive`, when the connection ends.
+    """
+    yield from reader.feed(b"")
+    while True:
+        yield from receive(sock, reader)
+
+
 def _pack(value: Any) -> msgpack.ExtType:
     if type(value).__name__ in _CLASSES:
         values = [getattr(value, field.name) for field in fields(value)]

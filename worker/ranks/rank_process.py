@@ -33,7 +33,7 @@ from worker.engine.executor import StepLaunch, TimedOutput, TokenWaiter
 from worker.garbage import GarbageCollector
 from worker.ranks.batch_delta import BatchDecoder
 from worker.ranks.door import SECRET_VARIABLE, knock_until_admitted
-from worker.ranks.frames import FrameReader, encode, receive
+from worker.ranks.frames import FrameReader, encode, messages
 
 if TYPE_CHECKING:
     from worker.model.model_runner import ModelRunner
@@ -72,8 +72,7 @@ class Link:
     def messages(self) -> Iterator[Any]:
         """Messages of the engine, until it closes the connection."""
         with contextlib.suppress(EOFError, OSError):
-            while True:
-                yield from receive(self._sock, self._reader)
+            yield from messages(self._sock, self._reader)
 
     def _beat(self) -> None:
         while True:

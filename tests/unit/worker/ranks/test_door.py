@@ -21,7 +21,7 @@ from common.limits import MAX_HELLO_BYTES, MAX_RANK_GUESTS
 from worker.ranks.collectives import open_store, reach_store
 from worker.ranks.door import Door, Guest, knock, knock_until_admitted, prove
 from worker.ranks.engines import StoreDoor, find_store
-from worker.ranks.frames import FrameReader, encode
+from worker.ranks.frames import FrameReader, encode, messages
 
 HOST, SECRET = "127.0.0.1", "a secret of the test"
 FUZZED = 600
@@ -167,6 +167,16 @@ def test_hello_size_is_bounded() -> None:
     hello = encode(("hello", 2**31, 2**22, proof))
     assert len(hello) - 4 <= MAX_HELLO_BYTES
     assert list(FrameReader(MAX_HELLO_BYTES).feed(hello)) == [("hello", 2**31, 2**22, proof)]
+
+
+def test_message_sent_with_welcome_is_kept() -> None:
+    """On a busy machine both come in one read."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.settimeout(60)
+        theirs.sendall(b"".join(map(encode, [("challenge", bytes(32)), ("welcome",), ("store", 7), ("later",)])))
+        received = messages(ours, knock(ours, 1, SECRET))
+        assert [next(received), next(received)] == [("store", 7), ("later",)]
 
 
 @pytest.mark.slow
