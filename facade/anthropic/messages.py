@@ -16,11 +16,10 @@ from fissile.v1 import inference_pb2 as pb
 
 from common.errors import InvalidFieldError, UnservedFieldError, at_path
 from facade.anthropic.message_events import PING, MessageEncoder
-from facade.http.bodies import Body, Names, UInt32, decode, refuse_given
+from facade.http.bodies import Body, Names, UInt32, decode, decode_part, refuse_given
 from facade.http.conversation import ConversationBuilder, join_texts, with_tools
 from facade.http.parts import (
     ReceiptField,
-    decode_part,
     object_text,
     receipt_argument,
     type_of,

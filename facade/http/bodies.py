@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Annotated, Any, Final, TypeVar
 
 import msgspec
@@ -32,20 +33,100 @@ def decode(body: bytes, kind: type[T]) -> T:
     """Reads a body.
 
     Raises:
-        ApiError: it is not JSON, or a field is unknown, missing or of another type.
+        ApiError: it is not JSON, has a name twice in an object, or a field is unknown, missing or of another type.
     """
     try:
         # Parts that are kept as they were written are not checked by msgspec.
-        str(body, "utf-8")
-        return msgspec.json.decode(body, type=kind)
+        text = str(body, "utf-8")
+    except UnicodeDecodeError:
+        raise MalformedRequestError("the body is not valid UTF-8") from None
+    value = decode_part(body, kind)
+    try:
+        _refuse_repeated_names(text)
+    except RecursionError:
+        raise _too_deep() from None
+    return value
+
+
+def decode_part(part: bytes | msgspec.Raw, kind: type[T]) -> T:
+    """Reads a part of a body that `decode` has read, as an object of one form.
+
+    Raises:
+        ApiError: a field is unknown, missing or of another type.
+    """
+    try:
+        return msgspec.json.decode(part, type=kind)
     except msgspec.ValidationError as error:
         raise _refusal(str(error)) from None
     except msgspec.DecodeError as error:
         raise MalformedRequestError(f"the body is not JSON: {error}") from None
-    except UnicodeDecodeError:
-        raise MalformedRequestError("the body is not valid UTF-8") from None
     except RecursionError:
-        raise MalformedRequestError(f"the body is nested too deeply: at most {MAX_JSON_LEVELS} levels") from None
+        raise _too_deep() from None
+
+
+def _too_deep() -> MalformedRequestError:
+    return MalformedRequestError(f"the body is nested too deeply: at most {MAX_JSON_LEVELS} levels")
+
+
+class _RepeatedNameError(Exception):
+    """An object has a name twice."""
+
+
+class _RepeatedName(str):
+    """Value of an object with a repeated name: the path of that name from this object on."""
+
+    __slots__ = ()
+
+
+def _check_names(pairs: list[tuple[str, Any]]) -> None:
+    """Checks one object. Values are not kept: only their strings take memory, while their list is read."""
+    if len(dict(pairs)) != len(pairs):
+        raise _RepeatedNameError
+
+
+def _find_repeated(pairs: list[tuple[str, Any]]) -> _RepeatedName | None:
+    """Finds a repeated name in an object whose inner objects have been searched."""
+    seen = set()
+    for name, value in pairs:
+        if name in seen:
+            return _RepeatedName(name)
+        seen.add(name)
+        if (path := _repeated_in(value)) is not None:
+            return _RepeatedName(f"{name}{path}" if path.startswith("[") else f"{name}.{path}")
+    return None
+
+
+def _repeated_in(value: Any) -> str | None:
+    """Path of a repeated name in a value; None without one."""
+    if isinstance(value, _RepeatedName):
+        return value
+    for i, each in enumerate(value if isinstance(value, list) else ()):
+        if (path := _repeated_in(each)) is not None:
+            return f"[{i}]{path}" if path.startswith("[") else f"[{i}].{path}"
+    return None
+
+
+def _decoder(check: Callable[[list[tuple[str, Any]]], Any]) -> json.JSONDecoder:
+    # Numbers have been checked; `len` is the fastest function that takes any of them.
+    return json.JSONDecoder(object_pairs_hook=check, parse_int=len, parse_float=len)
+
+
+_CHECKER: Final = _decoder(_check_names)
+_FINDER: Final = _decoder(_find_repeated)
+
+
+def _refuse_repeated_names(text: str) -> None:
+    """Refuses valid JSON with a name twice in an object, because readers differ in which of its values counts.
+
+    Raises:
+        InvalidFieldError: there is one; it has the path of the first.
+    """
+    try:
+        _CHECKER.decode(text)
+    except _RepeatedNameError:
+        # The path takes a search in Python, so only refused bodies pay for it.
+        path = _repeated_in(_FINDER.decode(text)) or "body"
+        raise InvalidFieldError(path[:_MAX_NAME], "is given twice", "each name once in an object") from None
 
 
 def _refusal(message: str) -> Exception:

@@ -5,16 +5,15 @@ Parts of a list, such as items of a conversation, are read one by one, so that a
 
 from __future__ import annotations
 
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import msgspec
 from fissile.v1 import inference_pb2 as pb
 from google.protobuf.json_format import MessageToDict
 
 from common.errors import InvalidFieldError
-from facade.http.bodies import Body, UInt32, decode
+from facade.http.bodies import Body, UInt32, decode_part
 
-T = TypeVar("T")
 # Default of a part that may be absent: msgspec allows no union with `Raw`.
 ABSENT: Final = msgspec.Raw()
 # Most characters of a value in an error.
@@ -33,21 +32,12 @@ def type_of(part: msgspec.Raw, default: str = "") -> str:
     Raises:
         ApiError: the part is not an object, or its type is not a text.
     """
-    return decode(bytes(part), TypedPart).type or default
+    return decode_part(part, TypedPart).type or default
 
 
 def is_given(part: msgspec.Raw) -> bool:
     """True if a part is neither absent nor null."""
     return bytes(part) not in (b"", b"null")
-
-
-def decode_part(part: msgspec.Raw, kind: type[T]) -> T:
-    """Reads a part as an object of one form.
-
-    Raises:
-        ApiError: a field is unknown, missing or of another type.
-    """
-    return decode(bytes(part), kind)
 
 
 def unserved_type(kind: str, valid: str) -> InvalidFieldError:

@@ -11,12 +11,11 @@ from typing import Any, Final
 import msgspec
 
 from common.errors import InvalidFieldError, UnservedFieldError, at_path
-from facade.http.bodies import Body, Names, UInt32, decode, refuse_given
+from facade.http.bodies import Body, Names, UInt32, decode, decode_part, refuse_given
 from facade.http.conversation import ConversationBuilder, with_tools
 from facade.http.parts import (
     ABSENT,
     ReceiptField,
-    decode_part,
     is_given,
     object_text,
     receipt_argument,

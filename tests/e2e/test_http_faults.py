@@ -134,6 +134,43 @@ async def test_bad_body_is_a_clear_4xx_in_openai_form(served: tuple[Bench, HttpB
 
 
 @pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        (CHAT, '"messages": [], "model": "m", "model": "n"', "model"),
+        (CHAT, '"messages": [{"role": "user", "content": "a", "role": "system"}]', "messages[0].role"),
+        (
+            CHAT,
+            '"messages": [], "chat_template_kwargs": {"a": [[1, {"b": 1, "\\u0062": 2}]]}',
+            "chat_template_kwargs.a[0][1].b",
+        ),
+        (
+            "/v1/responses",
+            '"input": [{"role": "user", "content": [{"type": "a", "type": "b"}]}]',
+            "input[0].content[0].type",
+        ),
+        (
+            "/v1/messages",
+            '"model": "m", "max_tokens": 4, "messages": [{"role": "user", "content": "a", "content": "b"}]',
+            "messages[0].content",
+        ),
+        ("/v1/completions", '"prompt": "a", "prompt": "b"', "prompt"),
+        ("/v1/embeddings", '"input": "a", "input": "b"', "input"),
+        ("/v1/rerank", '"query": "a", "documents": [{"text": "a", "text": "b"}]', "documents[0].text"),
+        ("/tokenize", '"prompt": "a", "prompt": "b"', "prompt"),
+        ("/detokenize", '"tokens": [1], "tokens": [2]', "tokens"),
+    ],
+)
+async def test_name_twice_in_an_object_is_refused_with_its_path(
+    served: tuple[Bench, HttpBench], path: str, body: str, param: str
+) -> None:
+    response = await served[1].http.post(path, content=f"{{{body}}}")
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert error["message"] == f"{param} is given twice; valid: each name once in an object"
+    assert error.get("param", param) == param
+
+
+@pytest.mark.parametrize(
     "sent",
     [
         b"nonsense\r\n\r\n",
