@@ -15,6 +15,8 @@ from tests.examples import ExampleTiers
 from tests.order import longest_first
 from tests.skips import Skips, is_strict
 
+# Imports and collection make objects that stay: looking for garbage among them takes a third of their processor time.
+gc.disable()
 # As in the worker; here it must be set before the first test module imports torch.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # Workers of tests leave nothing in the user's cache folder.
@@ -59,10 +61,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = chosen
 
 
-def pytest_collection_finish() -> None:
-    """Spares the garbage collector what imports and collection have made: it stays."""
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop() -> None:
+    """Starts the garbage collector, without what imports and collection have made: it stays."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture
