@@ -73,6 +73,9 @@ MAX_FINISHED_TOKENS = 1 << 28
 MOST_FORCED = 16
 MAX_FORCED_TEXT_BYTES = 128
 MAX_FORCED_TEXTS = 1024
+# Steps of an engine that its flight recorder keeps, and sequences of all of them together (45 bytes each).
+MAX_STEP_RECORDS = 4096
+MAX_STEP_RECORD_ROWS = 1 << 17
 # Of one call of Score.
 MAX_CONTINUATIONS = 128
 # Of one call of Embed: texts, and numbers in all, which are four bytes each of one message of less than 4 MiB.

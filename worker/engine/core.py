@@ -27,6 +27,7 @@ from worker.engine.scheduler import Scheduler
 from worker.engine.sequence import EndReason, Sequence
 from worker.engine.speculation.cost_probe import measure_costs
 from worker.engine.step import Step
+from worker.engine.step_record import StepRecord, StepRing
 
 log = structlog.get_logger(__name__)
 
@@ -98,6 +99,9 @@ class EngineCore:
         executor: runs the batches; None for this process, with deferred output on a thread.
         grammars: compiles the grammars of sequences; None refuses sequences with grammars.
 
+    Attributes:
+        steps: records of its newest steps, which other threads may read.
+
     Raises:
         InvalidFieldError: see Scheduler.
     """
@@ -113,6 +117,7 @@ class EngineCore:
         self.config = config
         self.runner = runner
         self.scheduler = Scheduler(config)
+        self.steps = StepRing()
         in_process = ThreadExecutor if config.deferred_output else InlineExecutor
         self.executor: Executor = executor or in_process(self._forward, clock)
         self._clock = clock
@@ -245,7 +250,7 @@ class EngineCore:
         if scheduled is None:
             self._nothing_scheduled()
         else:
-            in_flight[-1].result = self.executor.submit(scheduled[0])
+            self._launch(in_flight[-1], now)
         num_kept = 1 if scheduled is not None and self.config.deferred_output else 0
         while len(in_flight) > num_kept:
             self._finish(in_flight[0])
@@ -268,9 +273,32 @@ class EngineCore:
     def _forward(self, batch: ScheduledBatch) -> ScheduledBatchOutput:
         return self.runner.forward(batch)
 
+    def _launch(self, step: Step, now: float) -> None:
+        """Records a step that was scheduled from `now` on, and submits its batch."""
+        lifecycle, batch = self.scheduler.lifecycle, step.batch
+        blocks = lifecycle.block_manager
+        step.record = StepRecord(
+            lifecycle.totals.steps,
+            now,
+            self._clock(),
+            batch.req_ids,
+            batch.num_scheduled_tokens,
+            batch.num_computed_tokens,
+            batch.num_cached_tokens,
+            batch.total_seqs_num_prefill,
+            blocks.num_free_blocks,
+            blocks.num_blocks,
+            len(lifecycle.waiting),
+            len(lifecycle.gated),
+            step.preempted,
+        )
+        self.steps.append(step.record)
+        step.result = self.executor.submit(batch)
+
     def _finish(self, step: Step) -> None:
         """Waits for the oldest step and applies its output. An interrupted wait can be repeated, a step cannot."""
-        batch, result = step.batch, step.result
+        batch, result, record = step.batch, step.result, step.record
+        record.waited = self._clock()
         try:
             output, duration_s = result.result()
         except Exception as error:
@@ -281,8 +309,12 @@ class EngineCore:
             if result.done() and result.exception() is not None:
                 self.scheduler.discard(step.seqs.values(), batch)
             raise
+        totals = self.scheduler.lifecycle.totals
+        num_generated, now = totals.generated_tokens, self._clock()
+        record.finished, record.duration_s = now, duration_s
         self.scheduler.record_step(batch, duration_s)
-        self.scheduler.postprocess(step.seqs.values(), output, batch=batch, now=self._clock())
+        self.scheduler.postprocess(step.seqs.values(), output, batch=batch, now=now)
+        record.num_new_tokens = totals.generated_tokens - num_generated
 
     @property
     def idle_check_s(self) -> float:

@@ -234,8 +234,9 @@ class Scheduler:
                 continue
             while seq.status is SequenceStatus.RUNNING and not self.block_manager.can_append(seq):
                 # Victims are taken from the end of the order, so none of them is in the step already.
-                self.preempt(self.running.last())
-                step.has_preempted = True
+                victim = self.running.last()
+                self.preempt(victim)
+                step.preempted.append(victim.id)
             if seq.status is SequenceStatus.RUNNING:
                 self.lifecycle.append_slots(seq)
                 step.add(seq, 1, SequenceType.DECODE)

@@ -12,6 +12,7 @@ from worker.engine.batch import BlockCopy, ScheduledBatch, SequenceColumns
 from worker.engine.executor import TimedOutput
 from worker.engine.prefix_cache import Fronts
 from worker.engine.sequence import Sequence, SequenceType
+from worker.engine.step_record import StepRecord
 
 _PREFILL: Final = SequenceType.PREFILL
 _DECODE: Final = SequenceType.DECODE
@@ -74,10 +75,11 @@ class Step:
         forced: sequences whose drafts are text that grammars force.
         computing: hashes of the blocks that its prefills compute.
         fronts: the first of those blocks of each prompt.
-        has_preempted: True if a sequence has lost its blocks for it.
+        preempted: ids of sequences that have lost their blocks for it.
         block_copies: blocks that it copies before it computes.
         batch: what the model runner computes, from `build` on.
         result: what the model runner gives, once EngineCore has submitted the batch.
+        record: of the flight recorder, from then on.
     """
 
     def __init__(self, budget: int, prefill_cost: float) -> None:
@@ -93,10 +95,16 @@ class Step:
         self.forced: set[int] = set()
         self.computing: set[int] = set()
         self.fronts: Fronts = {}
-        self.has_preempted = False
+        self.preempted: list[int] = []
         self.block_copies: list[BlockCopy] = []
         self.batch: ScheduledBatch
         self.result: Future[TimedOutput]
+        self.record: StepRecord
+
+    @property
+    def has_preempted(self) -> bool:
+        """True if a sequence has lost its blocks for it."""
+        return bool(self.preempted)
 
     def add(self, seq: Sequence, num_tokens: int, kind: SequenceType) -> None:
         """Adds the next `num_tokens` of `seq`."""

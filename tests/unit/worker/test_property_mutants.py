@@ -20,6 +20,7 @@ from tests.unit.worker.engine import (
     test_lockstep,
     test_prefill_slice,
     test_state_machine,
+    test_step_record,
 )
 from tests.unit.worker.engine.speculation import (
     test_draft_controller,
@@ -45,6 +46,7 @@ from worker.engine.speculation.draft_controller import DraftController
 from worker.engine.speculation.ngram_proposer import NgramProposer
 from worker.engine.speculation.step_costs import StepCosts
 from worker.engine.step import StepLimits
+from worker.engine.step_record import StepRing
 from worker.model.forward_context import DPMetadata
 from worker.ranks import frames
 from worker.ranks.batch_delta import BatchDecoder, BatchEncoder
@@ -77,6 +79,7 @@ _CHOICES = test_draft_controller.test_chosen_drafts_are_prefixes_of_all_drafts
 _NEVER_LONGER = test_draft_controller.test_drafts_never_take_longer_than_plain_decoding
 _BEST_NUMBER = test_draft_controller.test_chosen_number_has_most_tokens_per_second
 _HARDLY_LONGER = test_draft_controller.test_forced_text_lengthens_mixed_steps_by_at_most_5_percent
+_KEPT = test_step_record.test_ring_keeps_longest_tail_within_bounds
 _OF_EACH = test_step_costs.test_longer_is_cost_ratio_of_each_number_of_drafts
 _FREE_ROWS = Mutant(
     "free_rows", DraftController, "_count", "self.costs.longer(rows, num_drafts)", "np.ones(num_drafts)"
@@ -148,6 +151,8 @@ MUTANTS: list[tuple[Mutant, Test]] = [
     (Mutant("gap", BlockManager, "_publish_next", _ENDS, _GOES_ON), _WEAK),
     (Mutant("node_again", PrefixCache, "add", "next(self._next_node)", "i + 1"), _WEAK),
     (Mutant("to_the_back", Lifecycle, "preempt", "appendleft(seq)", "append(seq)"), _SCHEDULER),
+    (Mutant("rows_stay", StepRing, "append", "self._num_rows -= ", ""), _KEPT),
+    (Mutant("all_newest", StepRing, "newest", "max(0, len(records) - count)", "-count"), _KEPT),
     (Mutant("over_budget", StepLimits, "chunk", "<= budget", "<= budget + 1"), _SCHEDULER),
     (Mutant("no_end", DPMetadata, "chunked_sizes", _SIZE, _LEFT), _CHUNKS),
     (Mutant("less_than_none", DPMetadata, "chunked_sizes", f"max(0, {_SIZE})", _SIZE), _CHUNKS),
