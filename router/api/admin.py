@@ -357,6 +357,7 @@ def _worker(worker: KnownWorker) -> apb.Worker:
         model=worker.model,
         numerics=worker.numerics,
         kernels=worker.kernels,
+        version=worker.version,
         running=worker.running,
         state=_STATES[worker.state],
         last_error=worker.last_error,
@@ -366,6 +367,13 @@ def _worker(worker: KnownWorker) -> apb.Worker:
             pb.DraftCounts(verified=as_uint64(verified), accepted=as_uint64(accepted))
             for verified, accepted in worker.drafts
         ],
+        answers=apb.AnswerTotals(
+            output_tokens=worker.answers.output_tokens,
+            first_tokens=worker.answers.first_tokens,
+            time_to_first_token=to_duration(worker.answers.ttft_s),
+            later_tokens=worker.answers.later_tokens,
+            decode_time=to_duration(worker.answers.decode_s),
+        ),
         **_load_of(worker),
     )
 
@@ -419,9 +427,6 @@ def _load_of(worker: KnownWorker) -> dict[str, Any]:
         return {}
     fields = asdict(worker.load)
     age_s = fields.pop("report_age_ms") / 1000
-    # KV blocks are in metrics alone.
-    for name in ("free_blocks", "total_blocks"):
-        del fields[name]
     return {**fields, "report_age": to_duration(age_s)}
 
 

@@ -290,6 +290,11 @@ class RequestStream:
         # When the current write was first seen to wait.
         self._waits_since: float | None = None
 
+    @property
+    def arrival(self) -> float:
+        """Monotonic seconds of the request's arrival."""
+        return self.request.arrival
+
     def follow(self, earlier: RequestStream) -> None:
         """Takes over the attempts of an earlier stream of the same request that generated no token."""
         self.attempts, self.was_returned, self.refused_by = earlier.attempts, earlier.was_returned, earlier.refused_by

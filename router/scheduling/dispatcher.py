@@ -25,7 +25,7 @@ from common.limits import MAX_QUEUE_RETRY_S, MAX_QUEUED_REQUESTS, MIN_QUEUE_RETR
 from router.scheduling.admission import AdmissionQueue
 from router.scheduling.assignment import LaneAssignment, ReassignmentQueue, Rebalancer
 from router.scheduling.fair_queue import TenantShares
-from router.scheduling.lane import Lane, LaneKind
+from router.scheduling.lane import Lane, LaneKind, LaneStatus
 from router.scheduling.lanes import LaneAgenda, LaneCounts, LaneTable
 from router.scheduling.placement import Placement
 from router.scheduling.queued_request import CLASS_NAMES, CLASSES, QueuedRequest
@@ -332,6 +332,10 @@ class Dispatcher:
     def lane_counts(self, now: float) -> LaneCounts:
         """Number of lanes in each state."""
         return self.lanes.counts(now, self._gate)
+
+    def lane_status(self, worker: str, now: float) -> LaneStatus:
+        """State of a worker's lane, for operators."""
+        return self.lanes[worker].status(now, self._gate)
 
     def tables(self) -> dict[str, int]:
         """Sizes of the tables that grow with requests, tenants and sessions, by name."""

@@ -33,7 +33,10 @@ class LaneRecord:
 
 @dataclass(frozen=True, slots=True)
 class LaneStatus:
-    """A lane as operators see it; fields as in the admin proto's Worker and the worker proto's Load."""
+    """A lane as operators see it; fields as in the admin proto's Worker and the worker proto's Load.
+
+    `held`: requests wait in the lane because the delay gate is shut.
+    """
 
     queued: int
     decoding_seqs: int
@@ -43,6 +46,7 @@ class LaneStatus:
     report_age_ms: int
     free_blocks: int = 0
     total_blocks: int = 0
+    held: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +200,7 @@ class Lane:
         """Summary of what waits in this lane at this router; the worker echoes it to all routers."""
         return LaneRecord(self._bound.oldest_arrival(), self.bound_tokens, len(self._bound))
 
-    def status(self, now: float) -> LaneStatus:
+    def status(self, now: float, gate: DelayGate) -> LaneStatus:
         """Requests in this lane and at the worker, for operators."""
         report = self.load.report
         return LaneStatus(
@@ -208,6 +212,7 @@ class Lane:
             report_age_ms=max(0, round(1000 * (now - report.time))),
             free_blocks=min(report.free_blocks, report.total_blocks),
             total_blocks=report.total_blocks,
+            held=len(self._bound) > 0 and not self.is_open(now, gate),
         )
 
     def is_open(self, now: float, gate: DelayGate) -> bool:

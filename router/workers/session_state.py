@@ -61,6 +61,10 @@ class RunningRequest(Protocol):
     rid: int
     assembly: StreamAssembly
 
+    @property
+    def arrival(self) -> float:
+        """Monotonic seconds of its arrival at the router."""
+
     def wake(self) -> None:
         """Called after the assembly has changed."""
 
@@ -102,6 +106,7 @@ class StepEffects:
     """Effects of a StepOutput. The requests in all lists but `touched` have left the Session.
 
     Attributes:
+        begun: requests whose first token this step has.
         touched: requests with new output, in order, each once.
         ended: requests whose stream is closed.
         returned: requests that the worker returned.
@@ -109,6 +114,7 @@ class StepEffects:
         refused: requests that the worker refused, with the end that says why.
     """
 
+    begun: list[RunningRequest] = field(default_factory=list)
     touched: list[RunningRequest] = field(default_factory=list)
     ended: list[RunningRequest] = field(default_factory=list)
     returned: list[RunningRequest] = field(default_factory=list)
@@ -249,6 +255,8 @@ class RouterSession:
         effects = StepEffects()
         for start in step.starts:
             if sequence := self.live.get(start.rid):
+                if sequence.assembly.first_token_time is None:
+                    effects.begun.append(sequence)
                 sequence.assembly.begin(_first_token(start, sequence.assembly))
         for given in step.given_logprobs:
             if sequence := self.live.get(given.rid):

@@ -108,7 +108,7 @@ class WorkerPool:
     def workers(self) -> list[KnownWorker]:
         """All workers, connected or not, in order of their addresses."""
         now = self._clock()
-        loads = {session.address: self._dispatcher.lanes[session.address].status(now) for session in self.sessions()}
+        loads = {session.address: self._dispatcher.lane_status(session.address, now) for session in self.sessions()}
         return [worker.known(loads.get(address)) for address, worker in sorted(self._workers.items())]
 
     def sessions(self) -> list[Session]:
@@ -198,8 +198,10 @@ class WorkerPool:
             # It will return as another instance. Until then it gets no requests, in particular none that it just lost.
             self._intake.withdraw(session, self._dispatcher.lane_draining)
         self._requests.carry_out(session, effects)
+        worker = self._workers[session.address]
+        worker.answers.add(len(step.token_ids), effects)
         for end in step.ends:
-            add_counts(self._workers[session.address].drafts, drafts_of(end))
+            add_counts(worker.drafts, drafts_of(end))
         if step.HasField("load"):
             self._intake.take_report(session, step.load, step.submit_seen)
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from common.limits import (
@@ -36,6 +36,7 @@ from common.wire.draft_counts import Counts
 from router.scheduling.failover import Loss
 from router.scheduling.lane import LaneStatus
 from router.workers.session import Fault, Session, WorkerState
+from router.workers.session_state import StepEffects
 
 # Faults after which the worker may still have the sequences, so that the next stream can resume them.
 RESUMABLE: Final = frozenset({Fault.BROKEN, Fault.VIOLATION})
@@ -112,6 +113,39 @@ class AddressHistory:
         self._short_lives = self._short_lives + 1 if is_short else 0
 
 
+@dataclass(slots=True)
+class AnswerTotals:
+    """Counts and times of a worker's answers to this router, since it was first reached. Times in seconds.
+
+    Attributes:
+        output_tokens: tokens that the worker sent.
+        first_tokens: answers whose first token came from it.
+        ttft_s: sum over these of the time from arrival to first token.
+        later_tokens: tokens behind the first one, of answers that ended there.
+        decode_s: sum over these of the time from first to last token.
+    """
+
+    output_tokens: int = 0
+    first_tokens: int = 0
+    ttft_s: float = 0.0
+    later_tokens: int = 0
+    decode_s: float = 0.0
+
+    def add(self, num_tokens: int, effects: StepEffects) -> None:
+        """Adds one step's `num_tokens` tokens, and the answers that began or ended with it."""
+        self.output_tokens += num_tokens
+        for request in effects.begun:
+            if (first := request.assembly.first_token_time) is not None:
+                self.first_tokens += 1
+                self.ttft_s += first - request.arrival
+        for request in effects.ended:
+            assembly = request.assembly
+            first, last = assembly.first_token_time, assembly.last_token_time
+            if first is not None and last is not None and assembly.delivered > 1:
+                self.later_tokens += assembly.delivered - 1
+                self.decode_s += last - first
+
+
 @dataclass(frozen=True, slots=True)
 class KnownWorker:
     """A worker as operators see it.
@@ -135,6 +169,8 @@ class KnownWorker:
     draft_method: str = ""
     num_speculative_tokens: int = 0
     drafts: tuple[Counts, ...] = ()
+    version: str = ""
+    answers: AnswerTotals = field(default_factory=AnswerTotals)
 
 
 class WorkerRecord:
@@ -150,6 +186,7 @@ class WorkerRecord:
         model: name of the model that it last served.
         history: its lives and failed dials.
         drafts: see KnownWorker.
+        answers: see KnownWorker.
         dial_now: ends the pause before the next dial.
         task: dials it; None if the pool does not.
     """
@@ -164,6 +201,7 @@ class WorkerRecord:
         self.model = ""
         self.history = AddressHistory(random.random)
         self.drafts: list[Counts] = []
+        self.answers = AnswerTotals()
         self.dial_now = asyncio.Event()
         self.task: asyncio.Task[None] | None = None
         self._give_up: asyncio.TimerHandle | None = None
@@ -203,7 +241,13 @@ class WorkerRecord:
         """The worker as operators see it, with the load of its lane."""
         session = self.session
         if session is None or session.model is None:
-            return KnownWorker(self.address, worker_id=self.worker_id, model=self.model, last_error=self.last_error)
+            return KnownWorker(
+                self.address,
+                worker_id=self.worker_id,
+                model=self.model,
+                last_error=self.last_error,
+                answers=replace(self.answers),
+            )
         return KnownWorker(
             self.address,
             session.worker_state,
@@ -218,4 +262,6 @@ class WorkerRecord:
             draft_method=session.speculation.method,
             num_speculative_tokens=session.speculation.num_speculative_tokens,
             drafts=tuple(self.drafts),
+            version=session.version,
+            answers=replace(self.answers),
         )

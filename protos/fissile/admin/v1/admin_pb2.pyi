@@ -158,6 +158,11 @@ class Worker(_message.Message):
     NUM_SPECULATIVE_TOKENS_FIELD_NUMBER: _builtins.int
     DRAFTS_FIELD_NUMBER: _builtins.int
     KERNELS_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    FREE_BLOCKS_FIELD_NUMBER: _builtins.int
+    TOTAL_BLOCKS_FIELD_NUMBER: _builtins.int
+    HELD_FIELD_NUMBER: _builtins.int
+    ANSWERS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Name that the worker gives itself."""
     address: _builtins.str
@@ -190,6 +195,14 @@ class Worker(_message.Message):
     """Most drafts per sequence and step."""
     kernels: _builtins.str
     """Kernel back end in use and its instruction set, such as `cpu:avx2`."""
+    version: _builtins.str
+    """Version of Fissile that it runs."""
+    free_blocks: _builtins.int
+    """KV blocks that are free or can be evicted, by its last report."""
+    total_blocks: _builtins.int
+    """KV blocks in all."""
+    held: _builtins.bool
+    """True: requests wait for it in this router because its delay gate is shut."""
     @_builtins.property
     def report_age(self) -> _duration_pb2.Duration:
         """Age of its last report."""
@@ -199,6 +212,10 @@ class Worker(_message.Message):
         """Drafts verified at this address for requests of this router that have ended, by position: the first entry counts those
         directly behind a token, the second the next ones, and so on.
         """
+
+    @_builtins.property
+    def answers(self) -> Global___AnswerTotals:
+        """Answers that it gave to requests of this router."""
 
     def __init__(
         self,
@@ -221,14 +238,61 @@ class Worker(_message.Message):
         num_speculative_tokens: _builtins.int = ...,
         drafts: _abc.Iterable[_inference_pb2.DraftCounts] | None = ...,
         kernels: _builtins.str = ...,
+        version: _builtins.str = ...,
+        free_blocks: _builtins.int = ...,
+        total_blocks: _builtins.int = ...,
+        held: _builtins.bool = ...,
+        answers: Global___AnswerTotals | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["report_age", b"report_age"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["answers", b"answers", "report_age", b"report_age"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "decoding_seqs", b"decoding_seqs", "draft_method", b"draft_method", "drafts", b"drafts", "instance_id", b"instance_id", "kernels", b"kernels", "last_error", b"last_error", "model", b"model", "num_speculative_tokens", b"num_speculative_tokens", "numerics", b"numerics", "outstanding_tokens", b"outstanding_tokens", "prefill_rate", b"prefill_rate", "queued", b"queued", "report_age", b"report_age", "running", b"running", "state", b"state", "waiting_seqs", b"waiting_seqs", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "answers", b"answers", "decoding_seqs", b"decoding_seqs", "draft_method", b"draft_method", "drafts", b"drafts", "free_blocks", b"free_blocks", "held", b"held", "instance_id", b"instance_id", "kernels", b"kernels", "last_error", b"last_error", "model", b"model", "num_speculative_tokens", b"num_speculative_tokens", "numerics", b"numerics", "outstanding_tokens", b"outstanding_tokens", "prefill_rate", b"prefill_rate", "queued", b"queued", "report_age", b"report_age", "running", b"running", "state", b"state", "total_blocks", b"total_blocks", "version", b"version", "waiting_seqs", b"waiting_seqs", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Worker: _TypeAlias = Worker  # noqa: Y015
+
+@_typing.final
+class AnswerTotals(_message.Message):
+    """Counts and times of answers, added up since the router first reached the worker's address."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
+    FIRST_TOKENS_FIELD_NUMBER: _builtins.int
+    TIME_TO_FIRST_TOKEN_FIELD_NUMBER: _builtins.int
+    LATER_TOKENS_FIELD_NUMBER: _builtins.int
+    DECODE_TIME_FIELD_NUMBER: _builtins.int
+    output_tokens: _builtins.int
+    """Tokens that the worker has sent."""
+    first_tokens: _builtins.int
+    """Answers whose first token came from it."""
+    later_tokens: _builtins.int
+    """Tokens behind the first one, of answers that ended there."""
+    @_builtins.property
+    def time_to_first_token(self) -> _duration_pb2.Duration:
+        """Time from the arrival of these answers' requests at the router to their first tokens."""
+
+    @_builtins.property
+    def decode_time(self) -> _duration_pb2.Duration:
+        """Time between the first and the last token of these answers."""
+
+    def __init__(
+        self,
+        *,
+        output_tokens: _builtins.int = ...,
+        first_tokens: _builtins.int = ...,
+        time_to_first_token: _duration_pb2.Duration | None = ...,
+        later_tokens: _builtins.int = ...,
+        decode_time: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["decode_time", b"decode_time", "time_to_first_token", b"time_to_first_token"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_time", b"decode_time", "first_tokens", b"first_tokens", "later_tokens", b"later_tokens", "output_tokens", b"output_tokens", "time_to_first_token", b"time_to_first_token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AnswerTotals: _TypeAlias = AnswerTotals  # noqa: Y015
 
 @_typing.final
 class CordonWorkerRequest(_message.Message):

@@ -18,6 +18,7 @@ from router.answers.stream_assembly import GapError, StreamAssembly
 from router.scheduling.failover import Loss
 from router.scheduling.lane import LaneRecord
 from router.workers.session_state import Adoption, ProtocolError, RouterSession, RunningRequest, Submission
+from router.workers.worker_record import AnswerTotals
 from tests.unit.router.support import end
 
 
@@ -27,6 +28,7 @@ class Running:
 
     rid: int
     assembly: StreamAssembly
+    arrival: float = 0.0
 
     def wake(self) -> None:
         """Does nothing."""
@@ -338,3 +340,21 @@ def test_unwritten_adoption_is_at_no_worker() -> None:
     effects = made.apply(wpb.StepOutput(returned=[2]), 0.0)
     assert rids(effects.returned) == [2]
     assert frames(made) == []
+
+
+def test_answer_totals_count_first_tokens_once_and_decode_time_at_end() -> None:
+    made, totals = link(), AnswerTotals()
+    asked = [submission(rid, 2) for rid in (1, 2)]
+    made.submit(1, asked)
+    first = wpb.StepOutput(
+        rid=[1, 2], first_pos=[2, 2], n=[1, 1], token_ids=[5, 6], starts=[wpb.SequenceStart(rid=rid) for rid in (1, 2)]
+    )
+    totals.add(2, made.apply(first, 3.0))
+    assert totals == AnswerTotals(output_tokens=2, first_tokens=2, ttft_s=6.0)
+    # Reported again, as after a lost worker: the answer has begun already.
+    again = wpb.StepOutput(
+        rid=[1], first_pos=[3], n=[2], token_ids=[7, 8], starts=[wpb.SequenceStart(rid=1)],
+        ends=[end(1, 5, wpb.END_REASON_LENGTH)],
+    )  # fmt: skip
+    totals.add(2, made.apply(again, 4.0))
+    assert totals == AnswerTotals(output_tokens=4, first_tokens=2, ttft_s=6.0, later_tokens=2, decode_s=1.0)
