@@ -37,6 +37,7 @@ SUMMARIES = {
     "bench": "Measure a running router, or a checkpoint folder in this process.",
     "models": "List the models that a running router serves.",
     "workers": "List the workers of a running router, with their load.",
+    "top": "Watch workers, tenants and requests of a running router.",
     "cordon": "Stop new work on a worker, which keeps running.",
     "uncordon": "Let a cordoned worker take new work again.",
     "drain": "Drain a worker and shut it down.",

@@ -63,7 +63,7 @@ def load_as_text(load: apb.WatchLoadResponse) -> str:
 def _row(worker: apb.Worker) -> tuple[str, ...]:
     numbers = (worker.running, worker.queued, worker.decoding_seqs, worker.waiting_seqs, worker.outstanding_tokens)
     speed = f"{worker.prefill_rate:.0f}" if worker.prefill_rate else "-"
-    names = (worker.worker_id or "-", worker.address, worker.model or "-", _state(worker))
+    names = (worker.worker_id or "-", worker.address, worker.model or "-", state_of(worker))
     return (*names, *map(str, numbers), speed, worker.kernels or "-")
 
 
@@ -79,7 +79,8 @@ def _drafts(worker: apb.Worker) -> tuple[str, str]:
     return asked, f"{accepted / verified:.0%} ({by_position})"
 
 
-def _state(worker: apb.Worker) -> str:
+def state_of(worker: apb.Worker) -> str:
+    """A worker's state in lower case; `silent` if it serves and its last report is old."""
     if worker.state == apb.WORKER_STATE_SERVING and to_seconds(worker.report_age) > _SILENT_S:
         return "silent"
     return apb.WorkerState.Name(worker.state).removeprefix("WORKER_STATE_").lower()

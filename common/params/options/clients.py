@@ -17,6 +17,7 @@ _TEXTS: Final = ("embed", "rerank", "score")
 _ONE_ROUTER: Final = ("verify", BENCH_SERVE, "models", "health")
 _ADMIN: Final = (
     "workers", "cordon", "uncordon", "drain", "flush", "routing", "reload", "requests", "cancel", "info",
+    "top",
 )  # fmt: skip
 _ALL: Final = (*_ANSWERS, *_TEXTS, *_ONE_ROUTER, *_ADMIN)
 _WITHOUT_HEALTH: Final = tuple(command for command in _ALL if command != "health")
@@ -159,6 +160,14 @@ _OPERATORS: Final = (
         "--interval", "FISSILE_WATCH_INTERVAL", "Refresh interval of --watch.", ("workers",), Duration(0.1), 1.0,
     ),
     Option(
+        "--interval", "FISSILE_TOP_INTERVAL", "Time between two frames.", ("top",), Duration(0.1), 1.0,
+    ),
+    Option(
+        "--once", "FISSILE_TOP_ONCE",
+        "Print one frame as text and end; rates are of one --interval. For pipes.",
+        ("top",), default=False, is_flag=True,
+    ),
+    Option(
         "--count", "FISSILE_WATCH_COUNT", "Number of refreshes of --watch; 0 is endless.",
         ("workers",), click.IntRange(0), 0,
     ),
@@ -231,7 +240,12 @@ _CREDENTIALS: Final = (
     ),
     Option(
         "--timeout", "FISSILE_TIMEOUT", "Deadline of the whole call.",
-        tuple(command for command in _WITHOUT_HEALTH if command != BENCH_SERVE), Duration(SHORTEST_S), 600.0,
+        tuple(command for command in _WITHOUT_HEALTH if command not in (BENCH_SERVE, "top")), Duration(SHORTEST_S),
+        600.0,
+    ),
+    Option(
+        "--timeout", "FISSILE_TOP_TIMEOUT", "How long to wait for the router's answer before it counts as gone.",
+        ("top",), Duration(SHORTEST_S), 5.0,
     ),
     Option(
         "--timeout", "FISSILE_TIMEOUT", "Deadline of each request; one that exceeds it counts as failed.",

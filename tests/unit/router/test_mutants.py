@@ -31,6 +31,7 @@ from router.answers.stream_assembly import StreamAssembly
 from router.api import open_inference_tensors, pages
 from router.audit.decide import AuditCase
 from router.audit.kv_check import KvCheck
+from router.cli import top_frame
 from router.prompts.text_queue import TextQueue
 from router.requests.stream import WritePacer
 from router.scheduling.admission import AdmissionQueue, _ClassRequests
@@ -64,6 +65,7 @@ from tests.unit.router.answers.channels.responses import FAMILIES
 from tests.unit.router.api import test_open_inference, test_pages
 from tests.unit.router.audit import test_decide as test_audit
 from tests.unit.router.audit import test_kv_check
+from tests.unit.router.cli import test_top_frame
 from tests.unit.router.prompts import test_prompts, test_text_queue
 from tests.unit.router.requests import test_write_pacer
 from tests.unit.router.scheduling import (
@@ -124,6 +126,7 @@ _COMES_AGAIN = test_stream_assembly.test_resumed_answer_omits_delivered_part
 _BEHIND_A_PROMPT = test_stream_assembly.test_continuation_text_depends_only_on_prompt_and_tokens
 _CLIP = test_validation.test_clip_leaves_room_for_at_least_one_token
 _PAGES, _NO_TOKEN = test_pages.test_pages_join_to_whole_list, test_pages.test_unknown_page_token_is_refused
+_FRAME = test_top_frame.test_frame_fits_terminal_of_any_size
 _TENSORS = test_open_inference.test_tensors_read_as_they_were_written
 _RAW_BYTES = test_open_inference.test_any_raw_bytes_are_read_or_refused_by_name
 _CERTAIN = test_audit.test_audit_convicts_only_faulty_worker
@@ -227,6 +230,7 @@ MUTANTS: list[tuple[Mutant, tuple[Test, ...]]] = [
     (Mutant("cut_short", open_inference_tensors, "_elements", "if at > len(data):", "if False:"), (_RAW_BYTES,)),
     (Mutant("last_page", test_pages, "page_of", "if end < len(items)", "if end < len(items) - 1"), (_PAGES,)),
     (Mutant("any_token", pages, "_key_in", "if token != _token_of(key):", "if False:"), (_NO_TOKEN,)),
+    (Mutant("wide", top_frame, "_cut", "get_cwidth(text) <= width", "True"), (_FRAME,)),
     (Mutant("certain", AuditCase, "_suspect", "is_certain=False", "is_certain=True"), (_CERTAIN,)),
     (Mutant("no_third", KvCheck, "take", "third[:1]", "third[:0]"), (_ODD_ONE,)),
     (Mutant("narrow", test_prompts, "_compact", "np.uint32).", "np.uint16).astype(np.uint32)."), (_COMPACT,)),
