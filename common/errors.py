@@ -18,6 +18,35 @@ from common.limits import ROUTER_RETRY_S
 
 DOMAIN = "fissile"
 
+# Statuses of calls that fail because of what the client sent or did, whoever serves them.
+_CLIENT_CODES = frozenset(
+    {
+        grpc.StatusCode.INVALID_ARGUMENT,
+        grpc.StatusCode.OUT_OF_RANGE,
+        grpc.StatusCode.UNIMPLEMENTED,
+        grpc.StatusCode.NOT_FOUND,
+        grpc.StatusCode.ALREADY_EXISTS,
+        grpc.StatusCode.FAILED_PRECONDITION,
+        grpc.StatusCode.UNAUTHENTICATED,
+        grpc.StatusCode.PERMISSION_DENIED,
+        grpc.StatusCode.CANCELLED,
+    }
+)
+# The same among statuses that servers cause too.
+_CLIENT_REASONS = frozenset({"TENANT_LIMIT", "SLOW_CLIENT", "CONSTRAINT_FAILED", "REQUEST_TIMEOUT", "SUPERSEDED"})
+
+
+def is_client_fault(code: grpc.StatusCode, reason: str) -> bool:
+    """True if a call failed because of its client.
+
+    A deadline that passes, a full queue and a lost worker are faults of the server.
+
+    Args:
+        code: the call's status.
+        reason: the reason in its ErrorInfo, "" for none.
+    """
+    return reason != "CANCELLED_BY_OPERATOR" and (code in _CLIENT_CODES or reason in _CLIENT_REASONS)
+
 
 @dataclass(frozen=True)
 class FieldViolation:

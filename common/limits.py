@@ -230,6 +230,8 @@ SCRAPE_EVERY_S = 0.1
 # Series of one metric: of a histogram, beyond which new ones are dropped; and of a gauge that OTLP exports.
 MAX_HISTOGRAM_SERIES = 2000
 MAX_EXPORTED_SERIES = 1 << 14
+# How long the lost attempts of a worker stay in the metrics after it has left, so that scrapers see them.
+LOST_SERIES_S = 600.0
 # The port for scrapers: connections (one more ends the one that has been quiet longest), bytes of a request, how long
 # a request, TLS or the reading of an answer may take, and how long a connection may be idle between two requests.
 MAX_SCRAPE_CONNECTIONS = 64

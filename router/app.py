@@ -275,15 +275,16 @@ class Router:
         self.discovery.follow(parse_targets(settings.workers))
 
     def _snapshot(self) -> RouterSnapshot:
-        requests, running = self.requests, self.requests.running
+        requests, running, workers = self.requests, self.requests.running, self.pool.workers()
+        running.lost.forget_departed({worker.worker_id for worker in workers}, time.monotonic())
         return RouterSnapshot(
             in_flight=self.service.in_flight,
             queues=tuple(requests.waiting()),
             waiting=requests.waiting_of_models(),
             lanes=requests.lanes(),
-            workers=tuple(self.pool.workers()),
+            workers=tuple(workers),
             tables={**requests.tables(), **self.pool.tables(), **self._admission.tables()},
-            lost=dict(running.lost),
+            lost=dict(running.lost.counts),
             releases=running.num_releases,
             released=running.num_released,
             adopted=running.num_adopted,

@@ -54,7 +54,8 @@ class ReceivedPoint:
     """One value of a metric as the collector got it.
 
     `kind` is `gauge`, `sum` (monotonic, cumulative) or `histogram` (cumulative): then `value` is the number of values,
-    `total` their sum, and `buckets` how many are at most each bound, with the bound.
+    `total` their sum, and `buckets` how many are at most each bound, with the bound. `traces` are the trace ids of its
+    exemplars.
     """
 
     service: str
@@ -66,6 +67,7 @@ class ReceivedPoint:
     attributes: dict[str, Any]
     total: float = 0.0
     buckets: tuple[tuple[float, int], ...] = ()
+    traces: frozenset[str] = frozenset()
 
 
 class _MetricsServicer(metrics_service_pb2_grpc.MetricsServiceServicer):
@@ -208,6 +210,7 @@ def _points_of(metric: metrics_pb2.Metric, owner: dict[str, Any]) -> Iterator[Re
             attributes=_values(point.attributes),
             total=point.sum if histogram else 0.0,
             buckets=tuple(zip(bounds, point.bucket_counts, strict=True)) if histogram else (),
+            traces=frozenset(exemplar.trace_id.hex() for exemplar in point.exemplars),
         )
 
 

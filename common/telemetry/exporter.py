@@ -18,7 +18,7 @@ import grpc
 import structlog
 from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter
 from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
-from opentelemetry.sdk.metrics import MeterProvider, ObservableGauge
+from opentelemetry.sdk.metrics import MeterProvider, ObservableCounter, ObservableGauge
 from opentelemetry.sdk.metrics.export import (
     MetricExporter,
     MetricExportResult,
@@ -113,7 +113,7 @@ class MetricExport:
         self._exporter = _MetricExporter()
         # The SDK never forgets the labels of a worker that left. Beyond its limit, 2,000 by default, every new worker
         # would be merged into one overflow series.
-        limits: dict[type, int] = {ObservableGauge: MAX_EXPORTED_SERIES}
+        limits: dict[type, int] = dict.fromkeys((ObservableGauge, ObservableCounter), MAX_EXPORTED_SERIES)
         reader = PeriodicExportingMetricReader(self._exporter, cardinality_limits=limits)
         self.provider = MeterProvider([reader], _resource(service_name, instance_id), shutdown_on_exit=False)
 

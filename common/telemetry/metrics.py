@@ -12,15 +12,25 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple, Protocol
 
+from opentelemetry.context import Context
 from opentelemetry.metrics import CallbackOptions, Histogram, Observation
 from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags, set_span_in_context
 
 from common.limits import TELEMETRY_SHUTDOWN_S
 from common.process.tasks import task_failures
 from common.telemetry import exporter, names
 from common.telemetry.failures import failures, harmless
 from common.telemetry.output import dropped_pieces
-from common.telemetry.prometheus import HistogramPoint, Kind, Labels, Observed, SeriesHistogram, SeriesTable
+from common.telemetry.prometheus import (
+    HistogramPoint,
+    Kind,
+    Labels,
+    Observed,
+    SeriesHistogram,
+    SeriesTable,
+    sampled_trace,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +39,7 @@ class EngineFigures:
 
     Attributes:
         running: sequences in the running set.
+        max_running: most sequences that the running set may hold.
         waiting: sequences that wait for a step.
         free_blocks: KV blocks that are free or can be evicted.
         total_blocks: KV blocks in all.
@@ -47,6 +58,7 @@ class EngineFigures:
     """
 
     running: int = 0
+    max_running: int = 0
     waiting: int = 0
     free_blocks: int = 0
     total_blocks: int = 0
@@ -68,6 +80,21 @@ class EngineFigures:
         return 1 - self.free_blocks / self.total_blocks if self.total_blocks else 0.0
 
 
+# Upper bounds of histograms' buckets, from 0.2 ms to an hour; between them those that the GenAI conventions advise.
+_SHORT: Final = (0.0002, 0.0005)
+_LONG: Final = (20.0, 40.0, 80.0, 160.0, 320.0, 640.0, 1280.0, 3600.0)
+DURATION_BOUNDS: Final = (
+    *_SHORT, 0.001, 0.002, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96,
+    81.92, 163.84, 327.68, 655.36, 1310.72, 3600.0,
+)  # fmt: skip
+TTFT_BOUNDS: Final = (
+    *_SHORT, 0.001, 0.002, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, *_LONG,
+)  # fmt: skip
+TPOT_BOUNDS: Final = (
+    *_SHORT, 0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0,
+    *_LONG,
+)  # fmt: skip
+
 ReadFigures = Callable[[], EngineFigures | None]
 
 
@@ -80,6 +107,7 @@ class _Instrument(NamedTuple):
 
 _GAUGES: Final = (
     _Instrument(names.ENGINE_RUNNING, "{sequence}", "Sequences in the running set", lambda f: f.running),
+    _Instrument(names.ENGINE_MAX_RUNNING, "{sequence}", "Most sequences in the running set", lambda f: f.max_running),
     _Instrument(names.ENGINE_WAITING, "{sequence}", "Sequences that wait for a step", lambda f: f.waiting),
     _Instrument(names.ENGINE_KV_USAGE, "1", "Part of the KV blocks that sequences hold", lambda f: f.kv_usage),
     _Instrument(names.ENGINE_KV_BLOCKS, "{block}", "KV blocks in all", lambda f: f.total_blocks),
@@ -257,11 +285,20 @@ class MetricHistogram:
         if self._shown is not None:
             self._shown.record(value, labels)
         if self._exported is not None:
-            self._exported.record(value, labels)
+            self._exported.record(value, labels, _exemplar_context())
 
     def points(self) -> list[HistogramPoint]:
         """The values that scrapers see."""
         return [] if self._shown is None else self._shown.points()
+
+
+def _exemplar_context() -> Context | None:
+    """Context with the current trace, from which the SDK takes exemplars; None if the trace is not sampled."""
+    if (ids := sampled_trace()) is None:
+        return None
+    trace_id, span_id = (int(part, 16) for part in ids)
+    span = SpanContext(trace_id, span_id, is_remote=False, trace_flags=TraceFlags(TraceFlags.SAMPLED))
+    return set_span_in_context(NonRecordingSpan(span))
 
 
 def _figure(read: ReadFigures, one: _Instrument, labels: Labels) -> Callable[[], Observed]:

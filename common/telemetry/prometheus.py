@@ -19,7 +19,7 @@ import math
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Final, Literal, NamedTuple
@@ -44,6 +44,12 @@ _NOT_IN_LABELS: Final = re.compile(r"[^a-zA-Z0-9_]")
 _SAMPLED: Final = re.compile(r"00-([0-9a-f]{32})-([0-9a-f]{16})-[0-9a-f][13579bdf]")
 _ESCAPES: Final = str.maketrans({"\\": r"\\", "\n": r"\n", '"': r"\""})
 _HELP_ESCAPES: Final = str.maketrans({"\\": r"\\", "\n": r"\n"})
+
+
+def sampled_trace() -> tuple[str, str] | None:
+    """Ids of the current request's trace and span, in hexadecimal; None if the trace is not sampled."""
+    found = _SAMPLED.fullmatch(current_traceparent.get())
+    return None if found is None else (found[1], found[2])
 
 
 class Exemplar(NamedTuple):
@@ -138,7 +144,7 @@ class SeriesHistogram:
         key = tuple(sorted(labels.items()))
         # Prometheus' buckets contain their upper bound.
         place = bisect.bisect_left(self.bounds, value)
-        trace = _SAMPLED.fullmatch(current_traceparent.get())
+        trace = sampled_trace()
         with self._lock:
             buckets = self._series.get(key)
             if buckets is None:
@@ -149,7 +155,13 @@ class SeriesHistogram:
             buckets.counts[place] += 1
             buckets.total += value
             if trace is not None:
-                buckets.exemplars[place] = Exemplar(value, time.time(), *trace.groups())
+                buckets.exemplars[place] = Exemplar(value, time.time(), *trace)
+
+    def keep(self, label: str, values: Collection[str]) -> None:
+        """Drops the series whose `label` has none of `values`."""
+        with self._lock:
+            for key in [key for key, each in self._series.items() if each.labels.get(label) not in values]:
+                del self._series[key]
 
     def points(self) -> list[HistogramPoint]:
         """The values of all series."""

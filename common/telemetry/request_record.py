@@ -81,6 +81,11 @@ class RequestTimes(NamedTuple):
         return None if self.first_token is None else self.first_token - self.arrived
 
     @property
+    def on_worker_s(self) -> float | None:
+        """Time from the submission to the worker that gave the first token to that token."""
+        return None if self.first_token is None or self.given is None else self.first_token - self.given
+
+    @property
     def queue_s(self) -> float:
         """Time before the prefill that gave the first token, including time on workers that gave the request back or
         were lost.

@@ -100,9 +100,10 @@ class AnswerWriter:
             async with _ALONE if self._turn is None else _turn_of(stream, self._turn):
                 is_first = not answers.has_begun
                 if is_first:
-                    ttft_s = times_of(stream, self._clock()).ttft_s or 0.0
+                    times = times_of(stream, self._clock())
+                    ttft_s = times.ttft_s or 0.0
                     call.span.first_token(ttft_s)
-                    self._measure.first_token(ttft_s)
+                    self._measure.first_token(ttft_s, stream.assembly.worker_id, times.on_worker_s)
                     answers.begin(call.scope)
                 fill_response(message, part, stream, self._clock, has_info=is_first)
                 await stream.written(answers.write(message))
@@ -112,7 +113,8 @@ class AnswerWriter:
             if part.ending is not None:
                 call.record.finish = finish_name(part.ending.reason)
                 tokens = message.finish.usage.completion_tokens
-                self._measure.finished(decode_s(stream), tokens, call.record.finish)
+                worker_id = stream.assembly.worker_id if len(stream.attempts) == 1 else ""
+                self._measure.finished(decode_s(stream), tokens, call.record.finish, worker_id)
                 return
 
 

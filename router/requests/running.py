@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import secrets
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol, cast
 
@@ -24,7 +23,7 @@ from common.process.tasks import failed
 from router.answers.stream_assembly import StreamAssembly
 from router.requests.stream import RequestStream
 from router.scheduling.dispatcher import Dispatcher, Release
-from router.scheduling.failover import FailoverPolicy, Loss, Verdict
+from router.scheduling.failover import FailoverPolicy, Loss, LossCounts, Verdict
 from router.scheduling.queued_request import QueuedRequest
 from router.workers.session import Session
 from router.workers.session_state import RunningRequest, StepEffects, Submission
@@ -121,7 +120,7 @@ class RunningRequests:
     """Requests from their release to the end of the attempt. Implements `SequenceEvents`.
 
     Attributes:
-        lost: number of lost attempts, by `Loss`.
+        lost: number of lost attempts.
         num_releases: number of groups sent to workers.
         num_released: number of requests in these groups.
         num_adopted: number of requests that continued with a sequence of another router.
@@ -142,7 +141,7 @@ class RunningRequests:
         clock: Callable[[], float],
         dispatch_soon: Callable[[], None],
     ) -> None:
-        self.lost: Counter[str] = Counter()
+        self.lost = LossCounts()
         self.num_releases = self.num_released = self.num_adopted = self.num_unadopted = 0
         self.dispatch_soon = dispatch_soon
         self._dispatcher = dispatcher
@@ -311,7 +310,8 @@ class RunningRequests:
 
     def _fail_over(self, lost: list[tuple[RequestStream, Loss]], why: str) -> None:
         """Requeues streams whose attempt was lost, in their order and ahead of waiting requests, or ends them."""
-        self.lost.update(loss.value for _, loss in lost)
+        for stream, loss in lost:
+            self.lost.add(stream.assembly.worker_id, loss)
         culprits = {stream.session for stream, _ in lost if stream.attempts.is_alone}
         for stream, loss in sorted(lost, key=lambda pair: pair[0].queued.key, reverse=True):
             excused = stream.session in culprits and not stream.attempts.is_alone

@@ -17,13 +17,15 @@ from __future__ import annotations
 
 import enum
 import itertools
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from common.limits import (
     FIRST_TOKENS,
     LEASE_S,
+    LOST_SERIES_S,
     MAX_ATTEMPTS,
     MAX_ATTEMPTS_IN_ALL,
     MAX_DEATHS,
@@ -88,6 +90,42 @@ class Loss(enum.Enum):
     """The worker says that it cannot run the request."""
     CUT_SHORT = "cut_short"
     """The worker's own length limit ended the sequence before the request's limit."""
+
+
+class LossCounts:
+    """Number of lost attempts by worker and loss.
+
+    A worker's counts end some time after it has left, so that they do not grow with the workers that ever were.
+
+    Attributes:
+        counts: number of lost attempts by worker id and `Loss`.
+    """
+
+    def __init__(self) -> None:
+        self.counts: Counter[tuple[str, str]] = Counter()
+        # When each worker that has left was first missing.
+        self._left: dict[str, float] = {}
+
+    def add(self, worker_id: str, loss: Loss) -> None:
+        """Counts one attempt."""
+        self.counts[worker_id, loss.value] += 1
+
+    def of_loss(self, loss: Loss) -> int:
+        """Number of attempts that were lost like this."""
+        return sum(count for (_, value), count in self.counts.items() if value == loss.value)
+
+    def forget_departed(self, known: Collection[str], now: float) -> None:
+        """Drops the counts of workers that left LOST_SERIES_S ago.
+
+        Args:
+            known: ids of the workers in the list.
+            now: monotonic seconds.
+        """
+        gone = {worker_id for worker_id, _ in self.counts if worker_id not in known}
+        self._left = {worker_id: self._left.get(worker_id, now) for worker_id in gone}
+        expired = {worker_id for worker_id, since in self._left.items() if now - since >= LOST_SERIES_S}
+        for key in [key for key in self.counts if key[0] in expired]:
+            del self.counts[key]
 
 
 _DEATHS = frozenset({Loss.DIED, Loss.ENGINE_FAILED})

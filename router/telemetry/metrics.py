@@ -16,20 +16,18 @@ from typing import Final, NamedTuple
 
 import grpc
 
-from common.errors import ApiError
+from common.errors import ApiError, is_client_fault
 from common.limits import FIGURES_EVERY_S
 from common.telemetry import names
-from common.telemetry.metrics import Metrics
+from common.telemetry.metrics import DURATION_BOUNDS, TPOT_BOUNDS, TTFT_BOUNDS, Metrics
 from common.telemetry.prometheus import Observed, SeriesTable
 from router.scheduling.dispatcher import ClassLoad
 from router.scheduling.lanes import LaneCounts
 from router.telemetry.model_loads import ModelLoad, model_loads, show_as_vllm
+from router.telemetry.worker_metrics import WorkerMetrics
 from router.workers.session import WorkerState
 from router.workers.worker_record import KnownWorker
 
-_DURATION_BOUNDS: Final = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92)
-_TPOT_BOUNDS: Final = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
-_TTFT_BOUNDS: Final = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0)
 _LAG_BOUNDS: Final = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 
 
@@ -45,6 +43,20 @@ class Usage(NamedTuple):
         return Usage(self.prompt + other.prompt, self.cached + other.cached, self.generated + other.generated)
 
 
+class Failure(NamedTuple):
+    """Kind of a failed request.
+
+    Attributes:
+        model: its model, "" if it is not served.
+        reason: of its ErrorInfo, or its status.
+        fault: `client` or `server`.
+    """
+
+    model: str
+    reason: str
+    fault: str
+
+
 @dataclass(frozen=True, slots=True)
 class RouterSnapshot:
     """A router at one moment; totals are since its start.
@@ -56,12 +68,12 @@ class RouterSnapshot:
         lanes: what the workers' lanes do.
         workers: all workers.
         tables: entries of every table that grows, by name.
-        lost: attempts that ended before their request, by the reason.
+        lost: attempts that ended before their request, by worker id and reason.
         releases: groups of requests that have gone to workers.
         released: requests in them.
         adopted: requests that have gone on with the sequence of a router that is gone.
         unadopted: those that meant to, and began anew.
-        failed: requests that have failed, by the reason.
+        failed: requests that have failed.
         usage: what answers have come to, by model and status.
         finished: complete answers, by model and finish reason.
         config_version: of the configuration in force.
@@ -76,12 +88,12 @@ class RouterSnapshot:
     lanes: LaneCounts = field(default_factory=LaneCounts)
     workers: tuple[KnownWorker, ...] = ()
     tables: Mapping[str, int] = field(default_factory=dict)
-    lost: Mapping[str, int] = field(default_factory=dict)
+    lost: Mapping[tuple[str, str], int] = field(default_factory=dict)
     releases: int = 0
     released: int = 0
     adopted: int = 0
     unadopted: int = 0
-    failed: Mapping[str, int] = field(default_factory=dict)
+    failed: Mapping[Failure, int] = field(default_factory=dict)
     usage: Mapping[tuple[str, str], Usage] = field(default_factory=dict)
     finished: Mapping[tuple[str, str], int] = field(default_factory=dict)
     config_version: int = 1
@@ -107,25 +119,37 @@ class RequestMeasure:
         """The request is for this model."""
         self.labels[names.REQUEST_MODEL] = name
 
-    def first_token(self, seconds: float) -> None:
-        """Since its arrival."""
+    def first_token(self, seconds: float, worker_id: str, on_worker_s: float | None) -> None:
+        """Records the first token.
+
+        Args:
+            seconds: since the request's arrival.
+            worker_id: the worker that made it.
+            on_worker_s: since that worker was sent the request, None if the attempt was lost since.
+        """
         self._metrics.ttft(seconds, dict(self.labels))
+        if on_worker_s is not None:
+            self._metrics.workers.record(names.WORKER_TTFT, on_worker_s, worker_id, self.labels[names.REQUEST_MODEL])
 
     def usage(self, prompt: int, cached: int, generated: int) -> None:
         """The request has come to an end, perhaps a bad one, with so many tokens."""
         self.used = Usage(prompt, cached, generated)
 
-    def finished(self, seconds: float, tokens: int, reason: str) -> None:
+    def finished(self, seconds: float, tokens: int, reason: str, worker_id: str) -> None:
         """Counts a complete answer.
 
         Args:
             seconds: from its first token to its last.
             tokens: of the answer.
             reason: why it ended, such as `stop`.
+            worker_id: the worker that made all of it, "" if it needed several.
         """
-        self._metrics.finished[self.labels[names.REQUEST_MODEL], reason] += 1
+        model = self.labels[names.REQUEST_MODEL]
+        self._metrics.finished[model, reason] += 1
         if tokens > 1:
             self._metrics.tpot(seconds / (tokens - 1), dict(self.labels))
+            if worker_id:
+                self._metrics.workers.record(names.WORKER_TPOT, seconds / (tokens - 1), worker_id, model)
 
 
 class RouterMetrics:
@@ -135,27 +159,29 @@ class RouterMetrics:
         metrics: of this process.
 
     Attributes:
-        failed: requests that have failed, by the reason.
+        failed: requests that have failed.
         usage: what answers have come to, by model and status.
         finished: complete answers, by model and finish reason.
+        workers: figures by worker.
     """
 
     def __init__(self, metrics: Metrics) -> None:
-        self.failed: Counter[str] = Counter()
+        self.failed: Counter[Failure] = Counter()
         self.finished: Counter[tuple[str, str]] = Counter()
         self.usage: dict[tuple[str, str], Usage] = {}
         self._metrics = metrics
         self._snapshot = RouterSnapshot()
         self._last_loads: tuple[RouterSnapshot, dict[str, ModelLoad]] = self._snapshot, {}
         self.duration = metrics.histogram(
-            names.SERVER_DURATION, "s", "From a request's arrival to its end", _DURATION_BOUNDS
+            names.SERVER_DURATION, "s", "From a request's arrival to its end", DURATION_BOUNDS
         )
         self.ttft = metrics.histogram(
-            names.SERVER_TTFT, "s", "From a request's arrival to its first token", _TTFT_BOUNDS
+            names.SERVER_TTFT, "s", "From a request's arrival to its first token", TTFT_BOUNDS
         )
         self.tpot = metrics.histogram(
-            names.SERVER_TPOT, "s", "Mean time per token behind the first, of an answer that is complete", _TPOT_BOUNDS
+            names.SERVER_TPOT, "s", "Mean time per token behind the first, of an answer that is complete", TPOT_BOUNDS
         )
+        self.workers = WorkerMetrics(metrics, lambda: self._snapshot.workers)
         self._lag = metrics.histogram(names.ROUTER_LOOP_LAG, "s", "How late the router's event loop is", _LAG_BOUNDS)
         self._observe_gauges()
         self._observe_counters()
@@ -180,8 +206,10 @@ class RouterMetrics:
             yield measure
         except BaseException as error:
             code, reason = _failure(error, broken_off)
-            self.failed[reason] += 1
-            labels[names.ERROR_TYPE] = code
+            is_client = is_client_fault(code, reason)
+            model = labels.get(names.REQUEST_MODEL, "")
+            self.failed[Failure(model, reason or code.name, "client" if is_client else "server")] += 1
+            labels[names.ERROR_TYPE] = code.name
             raise
         finally:
             self.duration(clock() - arrival, labels)
@@ -195,6 +223,7 @@ class RouterMetrics:
     def take(self, snapshot: RouterSnapshot) -> None:
         """The newest figures, which are never changed, only replaced."""
         self._snapshot = snapshot
+        self.workers.forget_departed()
 
     @property
     def enabled(self) -> bool:
@@ -243,19 +272,14 @@ class RouterMetrics:
         gauge(names.MODEL_RUNNING, "{request}", "Requests on workers, by model", self._model(lambda m: m.running))
         gauge(names.MODEL_KV_USAGE, "1", "Part of a model's KV blocks in use", self._model(lambda m: m.kv_usage))
         gauge(names.MODEL_KV_BLOCKS, "{block}", "KV blocks of a model's workers", self._kv_blocks)
-        gauge(names.WORKER_RUNNING, "{request}", "Requests of this router on a worker", self._each(_running))
-        gauge(names.WORKER_QUEUED, "{request}", "Requests that wait here for a worker", self._each(_queued))
-        gauge(names.WORKER_OUTSTANDING, "{token}", "Prompt tokens still to compute", self._each(_outstanding))
-        gauge(names.WORKER_REPORT_AGE, "s", "Age of a worker's last report", self._each(_report_age))
-        gauge(names.WORKER_KV_USAGE, "1", "Part of a worker's KV blocks in use", self._each(_kv_usage))
 
     def _observe_counters(self) -> None:
         counter = self._metrics.counter
         counter(
             names.ROUTER_FAILED,
             "{request}",
-            "Requests that have failed",
-            self._counts(lambda f: f.failed, names.ERROR_REASON),
+            "Requests that have failed, by model, reason and fault",
+            self._failed,
         )
         counter(names.ROUTER_PROMPT_TOKENS, "{token}", "Prompt tokens of answers", self._used(lambda u: u.prompt))
         counter(names.ROUTER_CACHED_TOKENS, "{token}", "Those of them in a cache", self._used(lambda u: u.cached))
@@ -264,8 +288,8 @@ class RouterMetrics:
         counter(
             names.ROUTER_LOST,
             "{attempt}",
-            "Attempts whose worker was lost",
-            self._counts(lambda f: f.lost, names.ATTEMPT_LOSS),
+            "Attempts whose worker was lost, by worker and loss",
+            self._lost,
         )
         counter(
             names.ROUTER_AUDITS,
@@ -293,14 +317,6 @@ class RouterMetrics:
     def _one(self, value: Callable[[RouterSnapshot], float]) -> Callable[[], Observed]:
         return lambda: [(value(self._snapshot), {})]
 
-    def _each(self, value: Callable[[KnownWorker], float]) -> Callable[[], Observed]:
-        """Observations of the connected workers."""
-        return lambda: [
-            (value(worker), {names.WORKER_ID: worker.worker_id, names.REQUEST_MODEL: worker.model})
-            for worker in self._snapshot.workers
-            if worker.state is not WorkerState.UNCONNECTED
-        ]
-
     def _loads(self) -> dict[str, ModelLoad]:
         snapshot, loads = self._last_loads
         if snapshot is not self._snapshot:
@@ -318,6 +334,25 @@ class RouterMetrics:
             (blocks, {names.REQUEST_MODEL: model, names.KV_BLOCK_SIZE: str(size)})
             for model, load in self._loads().items()
             for size, blocks in load.blocks.items()
+        ]
+
+    def _failed(self) -> Observed:
+        return [
+            (
+                count,
+                {
+                    **({names.REQUEST_MODEL: each.model} if each.model else {}),
+                    names.ERROR_REASON: each.reason,
+                    names.FAULT: each.fault,
+                },
+            )
+            for each, count in self._snapshot.failed.items()
+        ]
+
+    def _lost(self) -> Observed:
+        return [
+            (count, {names.WORKER_ID: worker_id, names.ATTEMPT_LOSS: loss})
+            for (worker_id, loss), count in self._snapshot.lost.items()
         ]
 
     def _finished(self) -> Observed:
@@ -360,32 +395,10 @@ class RouterMetrics:
         ]
 
 
-def _failure(error: BaseException, broken_off: Callable[[], grpc.StatusCode]) -> tuple[str, str]:
-    """The status that a request ends with, and the reason that it is counted under."""
+def _failure(error: BaseException, broken_off: Callable[[], grpc.StatusCode]) -> tuple[grpc.StatusCode, str]:
+    """Status and reason of a request's failure; "" if its status has no reason."""
     if isinstance(error, ApiError):
-        return error.code.name, error.reason or error.code.name
+        return error.code, error.reason
     if not isinstance(error, asyncio.CancelledError):
-        return "INTERNAL", "ROUTER_ERROR"
-    ended = broken_off().name
-    return ended, ended
-
-
-def _running(worker: KnownWorker) -> float:
-    return worker.running
-
-
-def _queued(worker: KnownWorker) -> float:
-    return 0 if worker.load is None else worker.load.queued
-
-
-def _outstanding(worker: KnownWorker) -> float:
-    return 0 if worker.load is None else worker.load.outstanding_tokens
-
-
-def _report_age(worker: KnownWorker) -> float:
-    return 0 if worker.load is None else worker.load.report_age_ms / 1000
-
-
-def _kv_usage(worker: KnownWorker) -> float:
-    load = worker.load
-    return 0 if load is None or not load.total_blocks else 1 - load.free_blocks / load.total_blocks
+        return grpc.StatusCode.INTERNAL, "ROUTER_ERROR"
+    return broken_off(), ""

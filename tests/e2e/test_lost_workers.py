@@ -12,7 +12,7 @@ from google.rpc import error_details_pb2
 
 from common.limits import PROBATION_SEQS
 from router.app import Router
-from router.scheduling.failover import FailoverOptions, FailoverPolicy
+from router.scheduling.failover import FailoverOptions, FailoverPolicy, Loss
 from tests.e2e.fake_worker import FakeWorker, letters, short
 from tests.e2e.router_bench import (
     FILES,
@@ -239,7 +239,7 @@ async def test_temporarily_unreachable_workers_cost_no_stream() -> None:
             frozen.silent = False
         for call in calls:
             assert (await collect(call))[-1].finish.usage.completion_tokens == 20
-        assert b.router.requests.running.lost["silent"] >= 2
+        assert b.router.requests.running.lost.of_loss(Loss.SILENT) >= 2
         await b.empty()
 
 
@@ -393,7 +393,7 @@ async def test_nan_output_ends_only_its_request() -> None:
         assert (error.code(), error.details()) == (grpc.StatusCode.INTERNAL, "the model's output is not a number")
         its.end_with = None
         assert (len(one.submitted) + len(two.submitted), b.ready_workers()) == (1, 2)
-        assert not b.router.requests.running.lost
+        assert not b.router.requests.running.lost.counts
         for _ in range(2):
             await collect(b.stub.Generate(request()))
         await b.empty()

@@ -31,6 +31,8 @@ DEMO = Path(__file__).resolve().parents[2] / "deploy" / "demo" / "checkpoint"
 ENDS = {("sum", ""): "_total", ("histogram", "s"): "_seconds", ("gauge", "s"): "_seconds", ("gauge", "1"): "_ratio"}
 # They change while nothing happens.
 RESTLESS = (names.ROUTER_LOOP_LAG, names.WORKER_REPORT_AGE)
+# OTLP does not send them.
+ONLY_SCRAPED = (names.WORKER_TTFT, names.WORKER_TPOT)
 Series = dict[tuple[str, frozenset[tuple[str, str]]], Any]
 
 
@@ -93,7 +95,7 @@ async def agree(receiver: OtlpReceiver, port: int, *prefixes: str, wanted: Mappi
         await until(functools.partial(has_arrived, receiver, read, prefixes))
         _, found = await asyncio.to_thread(scrape, port)
         sent = {key: value for key, value in as_series(receiver.points[read:]).items() if key[0].startswith(prefixes)}
-        restless = tuple(name.replace(".", "_") for name in RESTLESS)
+        restless = tuple(name.replace(".", "_") for name in (*RESTLESS, *ONLY_SCRAPED))
         kept = {
             key: value
             for key, value in found.items()
@@ -183,8 +185,24 @@ async def test_series_of_a_worker_that_goes_disappear() -> None:
             _, found = scrape(port_of(b))
             return {value for _, labels in found for key, value in labels if key == "fissile_worker_id"}
 
-        await until_equal(workers, {"going", "staying"})
+        def workers_up() -> dict[str, float]:
+            _, found = scrape(port_of(b))
+            return {
+                dict(labels)["fissile_worker_id"]: value
+                for (name, labels), value in found.items()
+                if name == "fissile_router_worker_up"
+            }
+
+        for i in range(8):
+            await collect(b.stub.Generate(request(request_id=f"g{i}", params={"max_tokens": 6})))
+        _, found = await asyncio.to_thread(scrape, port_of(b))
+        for latency in ("time_to_first_token", "time_per_output_token"):
+            assert total(found, f"fissile_router_worker_{latency}_seconds_count") == 8
+        await until_equal(workers_up, {"going": 1, "staying": 1})
         await going.stop()
+        # It stays in the list of workers.
+        await until_equal(workers_up, {"going": 0, "staying": 1})
+        b.router.pool.set_workers([f"127.0.0.1:{staying.port}"])
         await until_equal(workers, {"staying"})
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import grpc
 import pytest
 
+from common.errors import is_client_fault
 from common.telemetry.metrics import EngineFigures, setup_metrics, show_engine_as_vllm
 from common.telemetry.prometheus import Family
 from router.telemetry.metrics import RouterMetrics
@@ -46,3 +48,17 @@ def test_documented_names_of_a_row_are_of_one_metric() -> None:
         assert len(names) == len(prometheus)
         for name, other in zip(names, prometheus, strict=True):
             assert name.replace(".", "_").strip("_") in other
+
+
+def test_documented_faults_are_those_counted() -> None:
+    """Each status and each reason of the table is on its side; every other status is a fault of the server."""
+    cells = dict(re.findall(r"^\| `(client|server)` \| (.+) \|$", TEXT, re.MULTILINE))
+    statuses = {code for code in grpc.StatusCode if re.search(rf"\b{code.name}\b", cells["client"])}
+    for code in grpc.StatusCode:
+        assert is_client_fault(code, "") is (code in statuses)
+    for fault, cell in cells.items():
+        for reason in re.findall(r"`([A-Z_]+)`", cell):
+            code = (
+                grpc.StatusCode.CANCELLED if reason == "CANCELLED_BY_OPERATOR" else grpc.StatusCode.RESOURCE_EXHAUSTED
+            )
+            assert is_client_fault(code, reason) is (fault == "client"), reason

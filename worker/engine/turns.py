@@ -167,6 +167,7 @@ class EngineTurns:
         method = "" if spec is None else spec.method
         return EngineFigures(
             running=len(scheduler.running),
+            max_running=scheduler.max_num_seqs,
             waiting=load.waiting_seqs,
             free_blocks=load.free_blocks,
             total_blocks=load.total_blocks,

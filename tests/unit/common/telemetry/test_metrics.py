@@ -18,6 +18,7 @@ from common.telemetry import exporter, names
 from common.telemetry.failures import count_failure, failures
 from common.telemetry.metrics import EngineFigures, setup_metrics
 from common.telemetry.output import Output
+from common.telemetry.prometheus import current_traceparent
 from common.telemetry.tracing import setup_tracing
 from tests.otlp_receiver import OtlpReceiver, ReceivedPoint
 
@@ -27,6 +28,7 @@ LABELS = {names.REQUEST_MODEL: "m", names.WORKER_ID: "w0"}
 # A distinct value for each figure.
 FIGURES = EngineFigures(
     running=3,
+    max_running=32,
     waiting=5,
     free_blocks=30,
     total_blocks=40,
@@ -43,6 +45,7 @@ FIGURES = EngineFigures(
 )
 EXPECTED = {
     ("gauge", names.ENGINE_RUNNING): 3,
+    ("gauge", names.ENGINE_MAX_RUNNING): 32,
     ("gauge", names.ENGINE_WAITING): 5,
     ("gauge", names.ENGINE_KV_USAGE): 0.25,
     ("gauge", names.ENGINE_KV_BLOCKS): 40,
@@ -229,3 +232,15 @@ def test_dead_collector_costs_one_warning_for_both_signals(monkeypatch: pytest.M
             time.sleep(0.1)
     assert took <= 2 * TELEMETRY_SHUTDOWN_S + 60
     assert Counter((line["log_level"], line["endpoint"]) for line in lines) == {("warning", endpoint): 1}
+
+
+def test_exemplars_are_exported_of_sampled_traces_only(receiver: OtlpReceiver) -> None:
+    metrics = setup_metrics("fissile-router", "r1")
+    histogram = metrics.histogram(names.SERVER_TTFT, "s", "", [1.0])
+    for trace, flags in (("a" * 32, "01"), ("b" * 32, "00")):
+        token = current_traceparent.set(f"00-{trace}-{'c' * 16}-{flags}")
+        histogram(0.5, LABELS)
+        current_traceparent.reset(token)
+    found = receiver.wait_for_metric(names.SERVER_TTFT, lambda points: points[-1].value == 2)
+    assert found[-1].traces == {"a" * 32}
+    metrics.shutdown(PATIENT_S)

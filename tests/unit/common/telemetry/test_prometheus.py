@@ -147,6 +147,14 @@ def test_series_of_a_histogram_are_bounded() -> None:
     assert failures()["metrics"] == before + 5
 
 
+def test_series_of_departed_workers_end() -> None:
+    histogram = SeriesHistogram([1.0])
+    for worker in ("w0", "w1"):
+        histogram.record(1, {"worker": worker})
+    histogram.keep("worker", {"w1", "w2"})
+    assert [point.labels for point in histogram.points()] == [{"worker": "w1"}]
+
+
 def test_one_metric_that_fails_leaves_the_others() -> None:
     table, before = SeriesTable({}), failures().get("metrics", 0)
     table.add("bad", "gauge", "", "", lambda: [(1 / 0, {})])

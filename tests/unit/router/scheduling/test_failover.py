@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.limits import FIRST_TOKENS, MAX_ATTEMPTS, MAX_ATTEMPTS_IN_ALL, MAX_DEATHS, MAX_SUSPICIONS
-from router.scheduling.failover import Attempts, FailoverPolicy, Loss, Verdict, stall_bound_s
+from common.limits import FIRST_TOKENS, LOST_SERIES_S, MAX_ATTEMPTS, MAX_ATTEMPTS_IN_ALL, MAX_DEATHS, MAX_SUSPICIONS
+from router.scheduling.failover import Attempts, FailoverPolicy, Loss, LossCounts, Verdict, stall_bound_s
 
 DEATHS = {Loss.DIED, Loss.ENGINE_FAILED}
 LIVES = st.lists(
@@ -169,3 +169,20 @@ def test_waits_and_attempts_cover_request_time(steps: list[tuple[float, float]],
     assert spans[-1][1] == pytest.approx(end)
     assert all(one[1] == pytest.approx(other[0]) for one, other in itertools.pairwise(spans))
     assert [w.loss for w in waits] == [None, *[Loss.DIED] * (len(waits) - 1)]
+
+
+def test_loss_counts_outlive_their_worker_for_a_while() -> None:
+    losses = LossCounts()
+    for worker in ("w0", "w0", "w1"):
+        losses.add(worker, Loss.DIED)
+    losses.add("w1", Loss.SILENT)
+    losses.forget_departed({"w0", "w1"}, 0.0)
+    losses.forget_departed({"w0"}, 10.0)
+    # It came back in between.
+    losses.forget_departed({"w0", "w1"}, 20.0)
+    losses.forget_departed({"w0"}, 30.0)
+    losses.forget_departed({"w0"}, 30.0 + LOST_SERIES_S - 1)
+    assert losses.counts == {("w0", "died"): 2, ("w1", "died"): 1, ("w1", "silent"): 1}
+    assert (losses.of_loss(Loss.DIED), losses.of_loss(Loss.SILENT)) == (3, 1)
+    losses.forget_departed({"w0"}, 30.0 + LOST_SERIES_S)
+    assert losses.counts == {("w0", "died"): 2}

@@ -47,7 +47,9 @@ def prompt(content: int, length: int = 33, max_tokens: int = 20) -> Sequence:
 
 def test_figures_of_idle_engine() -> None:
     turns = turns_of()
-    assert turns.report().figures == EngineFigures(free_blocks=12, total_blocks=12, block_size=16)
+    assert turns.report().figures == EngineFigures(
+        max_running=turns.core.scheduler.max_num_seqs, free_blocks=12, total_blocks=12, block_size=16
+    )
 
 
 def test_tokens_hits_and_ends() -> None:
