@@ -32,7 +32,7 @@ from common.rpc.server import GrpcServer, HealthServer, PortTakenError
 from common.rpc.tls import ServerTls, TlsError
 from common.telemetry import names
 from common.telemetry.exporter import ExportError
-from common.telemetry.metrics import setup_metrics, show_engine_as_vllm
+from common.telemetry.metrics import setup_metrics
 from common.telemetry.output import exit_now
 from common.telemetry.tracing import setup_tracing
 from common.text.chat_template import ChatTemplate
@@ -44,6 +44,7 @@ from worker.config.vector_config import checkpoint_pooling, relevance_tokens
 from worker.doors.door_adapter import DoorAdapter
 from worker.doors.served_doors import SERVED_DOORS
 from worker.engine.core import EngineCore
+from worker.engine.figures import observe_engine, show_engine_as_vllm
 from worker.engine_factory import EngineOptions, build_engine
 from worker.progress import StartProgress
 from worker.ranks.rank_host import run_node
@@ -158,7 +159,7 @@ class Worker:
         self._loaded = self._first_facts = self.service.facts = replace(self._loaded, worker_id=worker_id)
         log.info("worker listening", address=self.server.address, worker_id=worker_id, **self._settings())
         labels = {names.REQUEST_MODEL: self._loaded.model, names.WORKER_ID: worker_id}
-        self._metrics.observe_engine(lambda: self.engine.figures, labels)
+        observe_engine(self._metrics, lambda: self.engine.figures, labels)
         if self._metrics.table is not None:
             show_engine_as_vllm(self._metrics.table, lambda: self.engine.figures, self._loaded.model)
         if self.scrapes is not None:

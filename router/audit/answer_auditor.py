@@ -73,7 +73,8 @@ class AnswerAuditor:
     """
 
     def __init__(self, fraction: float, rerunner: Rerunner, verdicts: Verdicts) -> None:
-        self.counts: Counter[str] = Counter()
+        # With zeros, because the first failure must be seen as an increase.
+        self.counts = Counter(dict.fromkeys((PASSED, FAILED, SUSPECTED, UNANSWERED, DROPPED, ERROR), 0))
         self._sampler = AuditSampler(fraction, secrets.token_bytes(16))
         self._rerunner = rerunner
         self._verdicts = verdicts

@@ -95,7 +95,8 @@ class KvAuditor:
 
     def __init__(self, rerunner: Rerunner, verdicts: Verdicts) -> None:
         self.check = KvCheck()
-        self.counts: Counter[str] = Counter()
+        # With zeros, because the first failure must be seen as an increase.
+        self.counts = Counter(dict.fromkeys((FAILED, SUSPECTED, UNANSWERED, ERROR), 0))
         self._rerunner = rerunner
         self._verdicts = verdicts
         self._recent = RecentRequests()

@@ -19,12 +19,12 @@ import grpc
 from common.errors import ApiError, is_client_fault
 from common.limits import FIGURES_EVERY_S
 from common.telemetry import names
-from common.telemetry.metrics import DURATION_BOUNDS, TPOT_BOUNDS, TTFT_BOUNDS, Metrics
+from common.telemetry.metrics import Metrics
 from common.telemetry.prometheus import Observed, SeriesTable
 from router.scheduling.dispatcher import ClassLoad
 from router.scheduling.lanes import LaneCounts
 from router.telemetry.model_loads import ModelLoad, model_loads, show_as_vllm
-from router.telemetry.worker_metrics import WorkerMetrics
+from router.telemetry.worker_metrics import DURATION_BOUNDS, TPOT_BOUNDS, TTFT_BOUNDS, WorkerMetrics
 from router.workers.session import WorkerState
 from router.workers.worker_record import KnownWorker
 

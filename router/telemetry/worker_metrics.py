@@ -11,11 +11,25 @@ from collections.abc import Callable, Iterable
 from typing import Final
 
 from common.telemetry import names
-from common.telemetry.metrics import TPOT_BOUNDS, TTFT_BOUNDS, Metrics
+from common.telemetry.metrics import Metrics
 from common.telemetry.prometheus import Observed, SeriesHistogram
 from router.workers.session import WorkerState
 from router.workers.worker_record import KnownWorker
 
+# Upper bounds of histograms' buckets, from 0.2 ms to an hour; between them those that the GenAI conventions advise.
+_SHORT: Final = (0.0002, 0.0005)
+_LONG: Final = (20.0, 40.0, 80.0, 160.0, 320.0, 640.0, 1280.0, 3600.0)
+DURATION_BOUNDS: Final = (
+    *_SHORT, 0.001, 0.002, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96,
+    81.92, 163.84, 327.68, 655.36, 1310.72, 3600.0,
+)  # fmt: skip
+TTFT_BOUNDS: Final = (
+    *_SHORT, 0.001, 0.002, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, *_LONG,
+)  # fmt: skip
+TPOT_BOUNDS: Final = (
+    *_SHORT, 0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0,
+    *_LONG,
+)  # fmt: skip
 _LATENCIES: Final = (
     (names.WORKER_TTFT, "From the sending of a request to a worker to its first token", TTFT_BOUNDS),
     (names.WORKER_TPOT, "Mean time per token after the first, of an answer of one worker", TPOT_BOUNDS),

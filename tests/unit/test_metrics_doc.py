@@ -9,9 +9,10 @@ import grpc
 import pytest
 
 from common.errors import is_client_fault
-from common.telemetry.metrics import EngineFigures, setup_metrics, show_engine_as_vllm
+from common.telemetry.metrics import setup_metrics
 from common.telemetry.prometheus import Family
 from router.telemetry.metrics import RouterMetrics
+from worker.engine.figures import EngineFigures, observe_engine, show_engine_as_vllm
 
 TEXT = (Path(__file__).resolve().parents[2] / "docs" / "reference" / "metrics.md").read_text("utf-8")
 ROWS = re.findall(r"^\| (`[^|]+`) \| (`[^|]+`) \| (?:gauge|counter|histogram) \|", TEXT, re.MULTILINE)
@@ -21,7 +22,7 @@ def families() -> list[Family]:
     """The metrics of a router and a worker, without values."""
     metrics = setup_metrics("x", "1", is_scraped=True)
     assert metrics.table is not None
-    metrics.observe_engine(EngineFigures, {})
+    observe_engine(metrics, EngineFigures, {})
     show_engine_as_vllm(metrics.table, EngineFigures, "m")
     RouterMetrics(metrics)
     return metrics.table.collect()

@@ -28,13 +28,13 @@ from common.errors import ApiError, InvalidFieldError, NoTokenizerError, NoWorke
 from common.limits import KV_EVENTS_S, TOKENIZER_CHUNK_BYTES
 from common.params.sampling_params import PARAMETERS
 from common.rpc.unsupported_fields import refuse_unserved
-from common.telemetry.metrics import EngineFigures
 from common.wire.heads import OUTPUT_HEAD
 from worker.config.model_config import ModelConfig
 from worker.doors.door_adapter import Context, DoorAdapter
 from worker.doors.door_request import DoorState
 from worker.doors.vllm_engine_events import KvEventStream, LoadRecord, LoadRecorder
 from worker.doors.vllm_engine_fields import DOOR, AnswerMessages, door_request, embedding_request
+from worker.engine.figures import EngineFigures
 from worker.session.block_log import BlockLog
 
 # Time of every file in the archive of the tokenizer, so that its digest depends on the files alone.

@@ -17,8 +17,8 @@ from smg_grpc_proto.generated import common_pb2 as common
 from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 
 from common.limits import LOAD_HEARTBEAT_S, MAX_KV_FRAME_CHANGES, THROUGHPUT_WINDOW_S
-from common.telemetry.metrics import EngineFigures
 from worker.doors.door_request import DoorLoad
+from worker.engine.figures import EngineFigures
 from worker.engine.prefix_cache import BlockChange, StoredBlock
 from worker.session.block_log import BlockLog
 

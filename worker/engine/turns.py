@@ -13,8 +13,8 @@ from typing import Protocol
 
 from common.errors import ApiError
 from common.telemetry import names
-from common.telemetry.metrics import EngineFigures
 from worker.engine.core import EngineCore
+from worker.engine.figures import EngineFigures
 from worker.engine.outputs import End, EngineLoad, RequestOutput, sequence_times
 from worker.engine.prefix_cache import BlockChange
 from worker.engine.sequence import EndReason, Sequence

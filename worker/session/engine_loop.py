@@ -16,8 +16,8 @@ import structlog
 
 from common.errors import EngineError
 from common.telemetry import names
-from common.telemetry.metrics import EngineFigures
 from worker.engine.core import EngineCore
+from worker.engine.figures import EngineFigures
 from worker.engine.outputs import EngineLoad
 from worker.engine.turns import Cancel, EndAll, Flush, SetDeadline, Submit, TicketReceipt, Turn, WatchBlocks
 from worker.session.block_log import BlockLog

@@ -16,11 +16,12 @@ from common.limits import TELEMETRY_SHUTDOWN_S
 from common.process.tasks import keep_running
 from common.telemetry import exporter, names
 from common.telemetry.failures import count_failure, failures
-from common.telemetry.metrics import EngineFigures, setup_metrics
+from common.telemetry.metrics import setup_metrics
 from common.telemetry.output import Output
 from common.telemetry.prometheus import current_traceparent
 from common.telemetry.tracing import setup_tracing
 from tests.otlp_receiver import OtlpReceiver, ReceivedPoint
+from worker.engine.figures import EngineFigures, observe_engine
 
 # Bound for data that must arrive on any machine: a shutdown gives up after a second.
 PATIENT_S = 60.0
@@ -80,7 +81,7 @@ def of_engine(receiver: OtlpReceiver) -> list[ReceivedPoint]:
 def test_every_figure_reaches_the_collector(receiver: OtlpReceiver) -> None:
     metrics = setup_metrics("fissile-worker", "w1")
     assert metrics.enabled
-    metrics.observe_engine(lambda: FIGURES, LABELS)
+    observe_engine(metrics, lambda: FIGURES, LABELS)
     metrics.shutdown(PATIENT_S)
     points = newest(receiver)
     assert {key: point.value for key, point in points.items()} == EXPECTED
@@ -98,7 +99,7 @@ def test_every_figure_reaches_the_collector(receiver: OtlpReceiver) -> None:
 def test_drafts_go_out_by_method_and_position(receiver: OtlpReceiver) -> None:
     drafts = {("ngram", 0): (60, 41), ("ngram", 1): (30, 20)}
     metrics = setup_metrics("fissile-worker", "w1")
-    metrics.observe_engine(lambda: EngineFigures(draft_tokens=90, accepted_tokens=61, drafts=drafts), LABELS)
+    observe_engine(metrics, lambda: EngineFigures(draft_tokens=90, accepted_tokens=61, drafts=drafts), LABELS)
     metrics.shutdown(PATIENT_S)
     for place, name in enumerate((names.ENGINE_DRAFT_TOKENS, names.ENGINE_ACCEPTED_TOKENS)):
         found = {
@@ -112,7 +113,7 @@ def test_drafts_go_out_by_method_and_position(receiver: OtlpReceiver) -> None:
 def test_engine_metrics_export_latest_figures_only(receiver: OtlpReceiver) -> None:
     now: list[EngineFigures | None] = [None]
     metrics = setup_metrics("fissile-worker", "w1")
-    metrics.observe_engine(lambda: now[0], LABELS)
+    observe_engine(metrics, lambda: now[0], LABELS)
     time.sleep(0.15)
     assert of_engine(receiver) == []
     now[0] = EngineFigures(running=1, steps=1)
@@ -195,7 +196,7 @@ def test_off(variables: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None
         monkeypatch.setenv(name, value)
     metrics = setup_metrics("fissile-worker", "w1")
     assert not metrics.enabled
-    metrics.observe_engine(lambda: pytest.fail("nobody asked"), LABELS)
+    observe_engine(metrics, lambda: pytest.fail("nobody asked"), LABELS)
     metrics.shutdown(PATIENT_S)
 
 
@@ -220,7 +221,7 @@ def test_dead_collector_costs_one_warning_for_both_signals(monkeypatch: pytest.M
         monkeypatch.setenv("OTEL_METRIC_EXPORT_INTERVAL", "50")
         monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")
         tracing, metrics = setup_tracing("w", "1"), setup_metrics("w", "1")
-        metrics.observe_engine(lambda: FIGURES, LABELS)
+        observe_engine(metrics, lambda: FIGURES, LABELS)
         with capture_logs() as lines:
             with tracing.request_span("s/M"):
                 time.sleep(0.2)

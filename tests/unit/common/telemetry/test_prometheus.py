@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from common.limits import MAX_HISTOGRAM_SERIES
 from common.telemetry.failures import failures
-from common.telemetry.metrics import EngineFigures, Metrics, show_engine_as_vllm
+from common.telemetry.metrics import Metrics
 from common.telemetry.prometheus import (
     Family,
     HistogramPoint,
@@ -27,6 +27,7 @@ from common.telemetry.prometheus import (
     prometheus_text,
 )
 from tests.scraped import read_openmetrics, read_text
+from worker.engine.figures import EngineFigures, observe_engine, show_engine_as_vllm
 
 TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 Sample = tuple[str, tuple[tuple[str, str], ...], float]
@@ -188,7 +189,7 @@ def test_engine_has_vllm_names_for_its_figures() -> None:
     figures: list[EngineFigures | None] = [None]
     metrics = Metrics(table=SeriesTable({}))
     assert metrics.table is not None
-    metrics.observe_engine(lambda: figures[0], {"gen_ai.request.model": "m"})
+    observe_engine(metrics, lambda: figures[0], {"gen_ai.request.model": "m"})
     show_engine_as_vllm(metrics.table, lambda: figures[0], "m")
     assert [family.name for family in metrics.table.collect() if family.values] == ["target_info"]
     figures[0] = EngineFigures(

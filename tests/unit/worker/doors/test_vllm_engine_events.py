@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from smg_grpc_proto.generated import common_pb2 as common
 
 from common.limits import LOAD_HEARTBEAT_S, MAX_KV_FRAME_CHANGES
-from common.telemetry.metrics import EngineFigures
 from worker.doors import vllm_engine_events
 from worker.doors.door_request import DoorLoad
 from worker.doors.vllm_engine_events import KvEventStream, LoadRecord, LoadRecorder
+from worker.engine.figures import EngineFigures
 from worker.engine.prefix_cache import BlockChange, StoredBlock
 from worker.session.block_log import BlockLog
 

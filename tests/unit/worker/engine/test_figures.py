@@ -9,8 +9,8 @@ import pytest
 
 from common.config import Config, SpeculativeConfig
 from common.params.sampling_params import SamplingParams
-from common.telemetry.metrics import EngineFigures
 from worker.engine.core import EngineCore
+from worker.engine.figures import EngineFigures
 from worker.engine.sequence import EndReason, Sequence
 from worker.engine.turns import Cancel, EngineTurns, Submit, TicketReceipt
 from worker.simulation.runner import SimulatedRunner
