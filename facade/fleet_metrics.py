@@ -152,6 +152,8 @@ def _all(found: Iterable[Iterable[tuple[str, str, int]]]) -> Iterable[tuple[str,
 def _context(tls: ClientTls) -> ssl.SSLContext:
     """A context from the files as they are now."""
     context = ssl.create_default_context(cafile=tls.ca)
+    # As in gRPC, where any certificate of the CA file is trusted.
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
     if tls.cert is not None:
         context.load_cert_chain(tls.cert, tls.key)
     return context

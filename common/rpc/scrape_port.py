@@ -15,6 +15,7 @@ import ssl
 import threading
 import time
 from collections.abc import Callable
+from http import HTTPStatus
 from typing import Final
 
 import structlog
@@ -40,17 +41,6 @@ from common.telemetry.prometheus import (
 log = structlog.get_logger(__name__)
 
 _PLAIN: Final = "text/plain; charset=utf-8"
-_REASONS: Final = {
-    200: "OK",
-    400: "Bad Request",
-    404: "Not Found",
-    405: "Method Not Allowed",
-    408: "Request Timeout",
-    413: "Content Too Large",
-    431: "Request Header Fields Too Large",
-    503: "Service Unavailable",
-    505: "HTTP Version Not Supported",
-}
 _END: Final = b"\r\n\r\n"
 _REQUEST_LINE: Final = re.compile(rb"([A-Z]+) ([!-~]+) HTTP/(\d)\.(\d)")
 _HEADER: Final = re.compile(rb"([!#$%&'*+.^_`|~0-9A-Za-z-]+):[ \t]*([^\x00-\x08\x0a-\x1f\x7f]*)")
@@ -288,7 +278,7 @@ class ScrapePort:
         keeps = request is not None and request.keeps_alive
         allow = "Allow: GET, HEAD\r\n" if status == 405 else ""
         head = (
-            f"HTTP/1.1 {status} {_REASONS[status]}\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\n"
+            f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\n"
             f"{allow}Connection: {'keep-alive' if keeps else 'close'}\r\n\r\n"
         ).encode()
         async with asyncio.timeout(SCRAPE_TIMEOUT_S):

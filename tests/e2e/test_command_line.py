@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -217,18 +218,38 @@ def test_options_printed_by_protected_serve_reach_it(
     key, kept = new_key("me", "", [Role.INFER])
     keys.write_text(kept.line())
     protection = ("--tls-cert", str(pair.cert), "--tls-key", str(pair.key), "--api-keys", str(keys))
-    run = serve("--model", simulated, "--simulate", "instant", *protection)
+    run = serve(
+        *("--model", simulated, "--simulate", "instant", "--http-port", "0", "--metrics-port", "0"), *protection
+    )
     run.wait_for_line(f"models --address {run.address} --tls-ca FILE --api-key KEY")
     assert run.output == []
     called = fissile("models", "--address", run.address, "--tls-ca", str(ca.cert), "--api-key", key)
     assert (called.returncode, "tiny" in called.stdout) == (0, True), called.stderr
     healthy = fissile("health", "--address", run.address, "--tls-ca", str(ca.cert))
     assert healthy.stdout == f"readiness at {run.address}: SERVING\n", healthy.stderr
+    (line,) = [line.strip() for line in run.errors if line.strip().startswith("curl ")]
+    command = shlex.split(line.replace("FILE", str(ca.cert)).replace("KEY", key))
+    url = next(word for word in command if word.startswith("https://")).removesuffix("/v1/chat/completions")
+    run.wait_for(
+        lambda: subprocess.run([*command[:4], f"{url}/version"], capture_output=True, check=False).returncode == 0
+    )
+    asked = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert json.loads(asked.stdout)["usage"]["completion_tokens"] > 0, asked.stdout
+    scraped = subprocess.run([*command[:4], f"{url}/metrics"], capture_output=True, text=True, check=True)
+    assert "fissile_http_routers 1" in scraped.stdout
     run.process.send_signal(signal.SIGTERM)
     assert run.wait() == 0, run.everything()
     refused = fissile("serve", "--model", simulated, "--once", *protection)
     assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
     assert "--once asks in plain text" in refused.stderr
+
+
+def test_serve_refuses_a_facade_without_what_its_router_asks_for(tmp_path: Path, simulated: str) -> None:
+    pair = Authority(tmp_path).issue("server", *LOOPBACK)
+    options = ("--tls-cert", str(pair.cert), "--tls-key", str(pair.key), "--tls-client-ca", str(pair.cert))
+    refused = fissile("serve", "--model", simulated, "--simulate", "instant", *options, "--http-port", "0")
+    assert (refused.returncode, refused.stderr.count("\n")) == (2, 1), refused.stderr
+    assert "--router-client-cert" in refused.stderr
 
 
 @pytest.mark.skipif(not BUF.exists(), reason="buf is not installed: make setup brings it where npm is there")

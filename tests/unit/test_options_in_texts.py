@@ -29,6 +29,7 @@ FOREIGN = {
     "mypy": {"--strict"},
     "envoy": {"--drain-time-s"},
     "git": {"--short"},
+    "curl": {"--cacert", "--cert", "--key"},
     "linker": {"--exclude-libs", "--gc-sections"},
 }
 

@@ -39,7 +39,7 @@ from common.cli.serve.supervisor import REFUSED, Supervisor, prefix_width
 from common.config import Config
 from common.hub import HubError, default_model_name, model_folder
 from common.params.config_parts import EAGLE3
-from common.params.options.services import CONFIG_FILE, ROUTER
+from common.params.options.services import CONFIG_FILE, HTTP, ROUTER
 from common.params.options.table import options_of
 from common.params.step_defaults import default_token_budget
 from common.process.available_memory import available_memory
@@ -133,7 +133,8 @@ class Service:
         if self._first.once:
             return
         fleet = self._fleet
-        http = http_step(fleet.http_address, fleet.model_name) if pb.CAPABILITY_CHAT in capabilities else ""
+        chats = not self._first.ask or pb.CAPABILITY_CHAT in capabilities
+        http = http_step(fleet.http_url, fleet.model_name, fleet.curl_options) if chats else ""
         self._console.line(next_steps(fleet.address, fleet.client_options, capabilities, http))
         await asyncio.Event().wait()
 
@@ -262,9 +263,12 @@ def make_fleet(
     _check_can_serve(model, simulate)
     if not (threads or simulate):
         threads = threads_per_worker(workers)
+    facade = {name: passed_on.pop(name) or None for name in _ROUTER_TLS if name in passed_on}
     of_router = {name: passed_on.pop(name) for name in options_of(ROUTER) if name in passed_on}
     # One call, so that all are different.
-    router_port, health_port, free_http_port, *worker_ports = free_ports(workers + 3)
+    router_port, health_port, free_http_port, metrics_port, *worker_ports = free_ports(workers + 4)
+    if of_router.get("metrics_port") == 0:
+        of_router["metrics_port"] = metrics_port
     return Fleet(
         model=model or str(DEMO_MODEL),
         model_name=model_name or (default_model_name(model) if model else DEMO_NAME),
@@ -282,6 +286,7 @@ def make_fleet(
         expert_parallel=enable_expert_parallel,
         health_port=health_port if protection.get("tls_cert") else 0,
         http_port=free_http_port if http_port == 0 else http_port,
+        facade_options={} if http_port is None else _facade_options(facade, protection),
     )
 
 
@@ -292,13 +297,18 @@ def _check_can_serve(model: str | None, simulate: str | None) -> None:
         raise missing_extra("serve", "torch")
 
 
-def _check_can_serve_http(tls_cert: Path | None) -> None:
-    if tls_cert is not None:
-        raise CommandError(
-            "--http-port has no certificate of its own: run `fissile http` with --tls-cert and --router-ca"
-        )
+def _facade_options(given: Mapping[str, object], router: Mapping[str, object]) -> Mapping[str, object]:
+    """Completes the facade's options by the router's TLS, which the facade has too.
+
+    Raises:
+        CommandError: it cannot run, or lacks a file (exit code 2).
+    """
     if importlib.util.find_spec("uvicorn") is None:
         raise missing_extra("serve --http-port", "uvicorn")
+    if router["tls_client_ca"] and not given["router_client_cert"]:
+        raise CommandError("--http-port with --tls-client-ca needs --router-client-cert, which its facade shows")
+    tls = {name: router[name] for name in ("tls_cert", "tls_key", "tls_client_ca")}
+    return {**tls, **given, "router_ca": given["router_ca"] or tls["tls_cert"]}
 
 
 def _token_budget(worker_options: Mapping[str, Any], *, is_simulated: bool) -> int:
@@ -320,7 +330,7 @@ _KEY_LINES_VARIABLE: Final = "FISSILE_API_KEY_LINES"
 
 
 def refuse_twice_said(fleet: Fleet, config: Path) -> None:
-    """Refuses options in the sections of `router` and `worker` that `serve` sets itself.
+    """Refuses options in the sections of `router`, `worker` and `http` that `serve` sets itself.
 
     What it gives them itself would do nothing there; with TLS and keys that it does not know of it could not call the
     router.
@@ -335,12 +345,13 @@ def refuse_twice_said(fleet: Fleet, config: Path) -> None:
             where = f"--config {config}: router.{name}"
             raise CommandError(f"{where}: `fissile serve` must know of it: {_PROTECTION[name]}")
     for child in fleet.children():
-        section = given.get(child.module)
+        command = HTTP if child.module == "facade" else child.module
+        section = given.get(command)
         names = section.keys() if isinstance(section, dict) else ()
         for argument in child.arguments:
             name = argument.removeprefix("--").removeprefix("no-") if argument.startswith("--") else ""
             if name and name in names:
-                where = f"--config {config}: {child.module}.{name}"
+                where = f"--config {config}: {command}.{name}"
                 raise CommandError(f"{where} is set by `fissile serve`: say it in its section, or leave it out")
 
 
@@ -379,6 +390,8 @@ def _is_protected(given: Mapping[str, Any]) -> bool:
     )
 
 
+# What the facade of --http-port trusts, and shows.
+_ROUTER_TLS: Final = frozenset({"router_ca", "router_tls_name", "router_client_cert", "router_client_key"})
 _MODES: Final = (
     Mode(
         "with --once",
@@ -397,6 +410,12 @@ _MODES: Final = (
         lambda given: given["ask"] and _is_protected(given),
         "this command has no credentials for a first request",
         unused=frozenset({"ask", "prompt"}),
+    ),
+    Mode(
+        "without --http-port",
+        lambda given: given["http_port"] is None,
+        "there is no facade",
+        unused=_ROUTER_TLS,
     ),
     Mode(
         "without --audit and --audit-kv",
@@ -425,8 +444,8 @@ def serve(
 
     Waits until the router's health says SERVING, sends a first request and streams the answer. With TLS or API keys the
     first request is skipped, because this command has no credentials. Workers listen on loopback. Further options of
-    router and workers can be set by their environment variables (`fissile router --help`, `fissile worker --help`), and
-    in the file of --config, in the sections `router` and `worker`.
+    router, workers and facade can be set by their environment variables (`fissile router --help`, `fissile worker
+    --help`, `fissile http --help`), and in the file of --config, in the sections `router`, `worker` and `http`.
     """
     server_tls(tls_cert, tls_key, tls_client_ca)
     protection = {"tls_cert": tls_cert, "tls_key": tls_key, "tls_client_ca": tls_client_ca, "api_keys": api_keys}
@@ -441,7 +460,5 @@ def serve(
     if config is not None:
         refuse_twice_said(fleet, config)
     description = fleet.describe(fissile_version(), describe_kv_memory(fleet))
-    if fleet.http_port is not None:
-        _check_can_serve_http(tls_cert)
     first = FirstQuestion((ask or once) and not is_protected, prompt, once)
     return asyncio.run(Service(fleet, first, console, config).run(description))

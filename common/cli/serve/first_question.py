@@ -103,16 +103,17 @@ def _drop(_: str) -> None:
     """Shows nothing."""
 
 
-def http_step(address: str, model: str) -> str:
+def http_step(url: str, model: str, options: str = "") -> str:
     """Command that asks a facade for a chat; "" without a facade.
 
     Args:
-        address: of the facade; "" for none.
+        url: of the facade; "" for none.
         model: name of the model.
+        options: further ones that the facade needs.
     """
     body = {"model": model, "messages": [{"role": "user", "content": FIRST_PROMPT}], "max_tokens": 48}
-    url, data = f"http://{address}/v1/chat/completions", shlex.quote(json.dumps(body))
-    return f"curl -s {url} -H 'content-type: application/json' -d {data}" if address else ""
+    data = shlex.quote(json.dumps(body))
+    return f"curl -s{options} {url}/v1/chat/completions -H 'content-type: application/json' -d {data}" if url else ""
 
 
 def next_steps(address: str, options: str = "", capabilities: Collection[int] = GENERATES, http: str = "") -> str:

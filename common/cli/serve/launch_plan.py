@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from common.cli.serve.supervisor import Child
 
@@ -37,6 +37,7 @@ class Fleet:
         expert_parallel: whether the ranks of a worker hold experts whole.
         health_port: port on which the router says its health in plain text; 0 where its own port does.
         http_port: port of an HTTP facade beside the router; None runs none.
+        facade_options: further options of the facade, by name without dashes.
     """
 
     model: str
@@ -55,21 +56,30 @@ class Fleet:
     expert_parallel: bool = False
     health_port: int = 0
     http_port: int | None = None
+    facade_options: Mapping[str, object] = field(default_factory=dict)
 
     @property
-    def http_address(self) -> str:
-        """Address at which clients on this machine reach the facade; "" without one."""
-        return "" if self.http_port is None else f"{self._near_host}:{self.http_port}"
+    def http_url(self) -> str:
+        """URL at which clients on this machine reach the facade; "" without one."""
+        scheme = "https" if self.facade_options.get("tls_cert") else "http"
+        return "" if self.http_port is None else f"{scheme}://{self.near_host}:{self.http_port}"
+
+    @property
+    def curl_options(self) -> str:
+        """Options that `curl` needs to reach the facade."""
+        tls = " --cacert FILE" if self.facade_options.get("tls_cert") else ""
+        certificate = " --cert FILE --key FILE" if self.facade_options.get("tls_client_ca") else ""
+        return tls + certificate + (" -H 'authorization: Bearer KEY'" if self.router_options.get("api_keys") else "")
 
     @property
     def address(self) -> str:
         """Address at which clients on this machine reach the router."""
-        return f"{self._near_host}:{self.port}"
+        return f"{self.near_host}:{self.port}"
 
     @property
     def health_address(self) -> str:
         """Address at which the router serves its health in plain text."""
-        return f"{self._near_host}:{self.health_port or self.port}"
+        return f"{self.near_host}:{self.health_port or self.port}"
 
     @property
     def client_options(self) -> str:
@@ -79,7 +89,8 @@ class Fleet:
         return tls + certificate + (" --api-key KEY" if self.router_options.get("api_keys") else "")
 
     @property
-    def _near_host(self) -> str:
+    def near_host(self) -> str:
+        """Host at which processes on this machine reach the router."""
         return LOOPBACK if self.host in ("0.0.0.0", "::", "[::]") else self.host
 
     @property
@@ -105,7 +116,10 @@ class Fleet:
 
     def _facade_arguments(self) -> Iterator[str]:
         yield from ("--host", self.host, "--port", str(self.http_port), "--routers", self.address)
+        if metrics_port := self.router_options.get("metrics_port"):
+            yield from ("--router-metrics", f"{self.near_host}:{metrics_port}")
         yield from self._common_arguments()
+        yield from _given(self.facade_options)
 
     def _router_arguments(self) -> Iterator[str]:
         yield from ("--host", self.host, "--port", str(self.port))

@@ -24,23 +24,26 @@ FACADE: Final = (
     Option("--port", "FISSILE_HTTP_PORT", "Port of the facade; 0 takes any free one.", (HTTP,), _PORT, 8000),
     Option(
         "--http-port", "FISSILE_SERVE_HTTP_PORT",
-        "Also run an HTTP facade (`fissile http`) on this port of --host; 0 takes any free one. Default: off.",
+        "Also run an HTTP facade (`fissile http`) on this port of --host, with the router's certificate and CAs of "
+        "callers; 0 takes any free one. Default: off.",
         (SERVE,), _PORT,
     ),
     *server_tls_rows("FISSILE_HTTP", HTTP),
     Option(
-        "--router-ca", "FISSILE_ROUTER_CA", "CAs of the routers, PEM; connects to routers with TLS.",
-        (HTTP,), FILE, metavar="FILE",
+        "--router-ca", "FISSILE_ROUTER_CA",
+        "CAs of the routers, PEM; the facade connects to routers with TLS. Default of `fissile serve` with --tls-cert: "
+        "that file.",
+        (SERVE, HTTP), FILE, metavar="FILE",
     ),
     Option(
         "--router-tls-name", "FISSILE_ROUTER_TLS_NAME",
         "Name that every router's certificate must have. Default: the host of its address.",
-        (HTTP,), default="",
+        (SERVE, HTTP), default="",
     ),
     Option(
         "--router-client-cert", "FISSILE_ROUTER_CLIENT_CERT",
         "Certificate chain that the facade shows to routers, PEM (mTLS).",
-        (HTTP,), FILE, metavar="FILE",
+        (SERVE, HTTP), FILE, metavar="FILE",
     ),
     Option(
         "--router-metrics", "FISSILE_ROUTER_METRICS",
@@ -51,7 +54,7 @@ FACADE: Final = (
     Option(
         "--router-client-key", "FISSILE_ROUTER_CLIENT_KEY",
         "Private key of --router-client-cert, PEM, not encrypted.",
-        (HTTP,), FILE, metavar="FILE",
+        (SERVE, HTTP), FILE, metavar="FILE",
     ),
     Option(
         "--api-key", "FISSILE_HTTP_API_KEY",

@@ -92,10 +92,12 @@ async def test_routers_with_tls_are_read_with_the_facades_certificate(
     port.start()
     try:
         places = [f"127.0.0.1:{port.port}"]
-        known = ClientTls(authority.cert, client.cert, client.key, "router.internal")
-        read = await FleetMetrics(places, known)._read()
-        assert read is not None
-        assert values(read.decode())["vllm:num_requests_waiting", "m"] == 5
+        # The router's own certificate counts as a CA, as with gRPC.
+        for ca in (authority.cert, server.cert):
+            known = ClientTls(ca, client.cert, client.key, "router.internal")
+            read = await FleetMetrics(places, known)._read()
+            assert read is not None
+            assert values(read.decode())["vllm:num_requests_waiting", "m"] == 5
         for stranger in (None, ClientTls(authority.cert, name="router.internal"), ClientTls(authority.cert, name="x")):
             assert await FleetMetrics(places, stranger)._read() is None
     finally:

@@ -106,6 +106,7 @@ ON = {
     ("serve", "with --once"): "--once --no-ask",
     ("serve", "with --no-ask"): "--no-ask",
     ("serve", "with TLS or API keys"): "--api-keys keys",
+    ("serve", "without --http-port"): "",
     ("serve", "without --audit and --audit-kv"): "--no-audit-kv",
     ("router", "without --admin-port"): "",
     ("router", "without --audit and --audit-kv"): "--no-audit-kv",

@@ -41,8 +41,16 @@ def test_printed_commands_with_odd_folders_parse_in_a_shell(
 
 def test_printed_request_of_the_facade_parses_in_a_shell() -> None:
     assert http_step("", "demo") == ""
-    command = http_step("127.0.0.1:8000", "it's")
+    command = http_step("http://127.0.0.1:8000", "it's")
     words = shlex.split(command)
     assert words[:3] == ["curl", "-s", "http://127.0.0.1:8000/v1/chat/completions"]
     assert json.loads(words[-1])["model"] == "it's"
     assert command in next_steps("127.0.0.1:50051", "", ALL, command)
+    words = shlex.split(http_step("https://127.0.0.1:8000", "m", " --cacert FILE -H 'authorization: Bearer KEY'"))
+    assert words[2:7] == [
+        "--cacert",
+        "FILE",
+        "-H",
+        "authorization: Bearer KEY",
+        "https://127.0.0.1:8000/v1/chat/completions",
+    ]

@@ -75,3 +75,14 @@ def test_facade_is_a_child_that_ends_before_its_router() -> None:
     first, second, *_ = dataclasses.replace(FLEET, http_port=8000).children()
     assert (first.module, second.module) == ("facade", "router")
     assert first.arguments[:6] == ["--host", FLEET.host, "--port", "8000", "--routers", FLEET.address]
+    assert "--router-metrics" not in first.arguments
+
+
+def test_facade_gets_the_routers_port_for_metrics_and_its_own_certificates() -> None:
+    given = {"tls_cert": "/c.pem", "tls_client_ca": None, "router_ca": "/ca.pem"}
+    fleet = dataclasses.replace(FLEET, http_port=8000, router_options={"metrics_port": 9090}, facade_options=given)
+    arguments = fleet.children()[0].arguments
+    assert arguments[6:8] == ["--router-metrics", "127.0.0.1:9090"]
+    assert arguments[-4:] == ["--tls-cert", "/c.pem", "--router-ca", "/ca.pem"]
+    assert fleet.http_url == "https://127.0.0.1:8000"
+    assert fleet.curl_options == " --cacert FILE"
