@@ -6,6 +6,7 @@ import contextlib
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -27,9 +28,18 @@ LIMIT_S: Final = 90.0
 _FRONTEND: Final = ("-m", "dynamo.frontend", "--http-host", "127.0.0.1")
 
 
+@dataclass
+class Frontend:
+    """A running frontend, and a client of its OpenAI API."""
+
+    client: openai.OpenAI
+    pid: int
+    port: int
+
+
 @contextlib.contextmanager
-def running_sidecar(folder: Path, worker: Process, sidecar: str, *options: str) -> Iterator[None]:
-    """Starts a sidecar for a worker.
+def running_sidecar(folder: Path, worker: Process, sidecar: str, *options: str) -> Iterator[int]:
+    """Starts a sidecar for a worker; gives its process id.
 
     Args:
         folder: where logs and the list of instances go.
@@ -39,18 +49,18 @@ def running_sidecar(folder: Path, worker: Process, sidecar: str, *options: str) 
     """
     run = "import sys; from dynamo._core import backend; getattr(backend, sys.argv[1])(sys.argv[2:])"
     given = ["--grpc-endpoint", worker.address, "--grpc-connections", "1", *options]
-    with _running(folder, f"sidecar-{worker.port}", "-c", run, sidecar, *given):
-        yield
+    with _running(folder, f"sidecar-{worker.port}", "-c", run, sidecar, *given) as (pid, _):
+        yield pid
 
 
 @contextlib.contextmanager
-def running_frontend(folder: Path, model: str) -> Iterator[openai.OpenAI]:
+def running_frontend(folder: Path, model: str, *options: str) -> Iterator[Frontend]:
     """Starts the frontend with OpenAI's HTTP API, and waits until it serves the model of a sidecar."""
     port = free_port()
-    with _running(folder, "frontend", *_FRONTEND, "--http-port", str(port)) as log:
+    with _running(folder, "frontend", *_FRONTEND, "--http-port", str(port), *options) as (pid, log):
         client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=LIMIT_S)
         _wait_until(lambda: model in [each.id for each in client.models.list().data], log)
-        yield client
+        yield Frontend(client, pid, port)
 
 
 @contextlib.contextmanager
@@ -58,15 +68,18 @@ def running_kserve(folder: Path, model: str) -> Iterator[GRPCInferenceServiceStu
     """Starts the frontend with the Open Inference Protocol, and waits until it serves the model of a sidecar."""
     port = free_port()
     options = ["--kserve-grpc-server", "--http-port", str(port), "--grpc-metrics-port", str(free_port())]
-    with _running(folder, "kserve", *_FRONTEND, *options) as log, grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+    with (
+        _running(folder, "kserve", *_FRONTEND, *options) as (_, log),
+        grpc.insecure_channel(f"127.0.0.1:{port}") as channel,
+    ):
         stub = GRPCInferenceServiceStub(channel)
         _wait_until(lambda: stub.ModelReady(oip.ModelReadyRequest(name=model), timeout=5).ready, log)
         yield stub
 
 
 @contextlib.contextmanager
-def _running(folder: Path, name: str, *arguments: str) -> Iterator[Path]:
-    """Runs Dynamo's interpreter, and kills it in the end; gives its log."""
+def _running(folder: Path, name: str, *arguments: str) -> Iterator[tuple[int, Path]]:
+    """Runs Dynamo's interpreter, and kills it in the end; gives its process id and log."""
     environment = {
         **peer_variables(),
         "DYN_DISCOVERY_BACKEND": "file",
@@ -81,7 +94,7 @@ def _running(folder: Path, name: str, *arguments: str) -> Iterator[Path]:
         subprocess.Popen([python, *arguments], env=environment, stdout=out, stderr=out) as child,
     ):
         try:
-            yield log
+            yield child.pid, log
         finally:
             child.kill()
 

@@ -13,6 +13,8 @@ from tests.e2e.service import REPOSITORY
 # The interpreter of this environment runs the double of a worker in tests/bench/router/vllm_double.py too.
 SMG_PACKAGES = ("smg==1.13.0", "smg-grpc-proto==0.4.28", "grpcio==1.85.1", "uvloop==0.23.0")
 PEERS = REPOSITORY / "build" / "peers"
+# File of an environment with the packages in it, written when all are installed.
+_STAMP = "installed"
 
 
 def peer_environment(name: str, packages: Sequence[str], bare: Sequence[str] = ()) -> Path:
@@ -24,15 +26,19 @@ def peer_environment(name: str, packages: Sequence[str], bare: Sequence[str] = (
         bare: installed without them.
     """
     venv = PEERS / name
-    stamp = venv / "installed"
-    wanted = [*packages, *bare]
-    if not stamp.is_file() or stamp.read_text().split() != wanted:
+    if not is_installed(name, packages, bare):
         subprocess.run([sys.executable, "-m", "venv", "--clear", str(venv)], check=True)
         for options in (packages, ["--no-deps", *bare] if bare else ()):
             if options:
                 subprocess.run([venv / "bin" / "pip", "install", "--quiet", *options], check=True)
-        stamp.write_text("\n".join(wanted))
+        (venv / _STAMP).write_text("\n".join([*packages, *bare]))
     return venv / "bin"
+
+
+def is_installed(name: str, packages: Sequence[str], bare: Sequence[str] = ()) -> bool:
+    """True if the environment has these packages."""
+    stamp = PEERS / name / _STAMP
+    return stamp.is_file() and stamp.read_text().split() == [*packages, *bare]
 
 
 def peer_variables() -> dict[str, str]:

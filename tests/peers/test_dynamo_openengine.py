@@ -56,7 +56,7 @@ def running_dynamo(service: Service, folder: Path) -> Iterator[openai.OpenAI]:
         for worker in service.workers:
             sidecar = running_sidecar(folder, worker, "_run_trtllm_sidecar", "--model-path", MODEL)
             stack.enter_context(sidecar)
-        yield stack.enter_context(running_frontend(folder, MODEL))
+        yield stack.enter_context(running_frontend(folder, MODEL)).client
 
 
 def fill(params: pb.SamplingParams, given: dict[str, Any]) -> None:

@@ -45,8 +45,8 @@ def folder(service: Service, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 @pytest.fixture(scope="module")
 def dynamo(folder: Path) -> Iterator[openai.OpenAI]:
-    with running_frontend(folder, "test") as client:
-        yield client
+    with running_frontend(folder, "test") as frontend:
+        yield frontend.client
 
 
 def fill(params: pb.SamplingParams, given: dict[str, Any]) -> None:

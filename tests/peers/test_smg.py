@@ -6,17 +6,11 @@ tokenizer from the worker, renders the conversation itself, and turns tokens int
 
 from __future__ import annotations
 
-import contextlib
 import json
-import re
 import shutil
 import signal
-import subprocess
-import time
-import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,81 +25,14 @@ from common.limits import MAX_ANSWERS as ANSWERS
 from common.limits import MAX_WAITING_CALLS
 from deploy.demo.questions import questions
 from tests.e2e.service import REPOSITORY, Process, Service, chat, free_port, running, running_service
-from tests.peers.environment import SMG_PACKAGES, peer_environment, peer_variables
+from tests.peers.smg import LIMIT_S, MODEL, RunningSmg, has_tokenizer, running_smg, wait_until
 
 pytestmark = pytest.mark.long
 
 DEMO = REPOSITORY / "deploy" / "demo" / "checkpoint"
-LIMIT_S = 60.0
 DOOR = ["--doors", "vllm-engine", "--dtype", "float32"]
-MODEL = "test"
 SAMPLED: dict[str, Any] = {"temperature": 0.9, "top_p": 0.9, "seed": 5, "max_tokens": 40}
 STORY = "Tell me a story about a fox."
-
-
-@dataclass
-class RunningSmg:
-    """A running smg, and a client of its OpenAI API."""
-
-    client: openai.OpenAI
-    port: int
-    metrics_port: int
-
-    def metric(self, name: str) -> float:
-        """The sum of a metric over its labels."""
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.metrics_port}/metrics", timeout=LIMIT_S) as answer:
-            rows = re.findall(rf"^{name}(?:{{.*}})? (\S+)$", answer.read().decode(), re.M)
-        return sum(map(float, rows))
-
-    def get(self, path: str) -> Any:
-        """The JSON of one of its own endpoints."""
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=LIMIT_S) as answer:
-            return json.load(answer)
-
-
-def wait_until(is_true: Callable[[], bool]) -> None:
-    end = time.monotonic() + LIMIT_S
-    while not is_true():
-        assert time.monotonic() < end
-        time.sleep(0.05)
-
-
-@contextlib.contextmanager
-def running_smg(workers: list[Process], folder: Path, *options: str) -> Iterator[RunningSmg]:
-    """Starts smg over workers, and waits until it has found all of them."""
-    port, metrics_port = free_port(), free_port()
-    command: list[str | Path] = [peer_environment("smg", SMG_PACKAGES) / "smg", "launch", "--host", "127.0.0.1"]
-    command += ["--port", str(port), "--prometheus-host", "127.0.0.1", "--prometheus-port", str(metrics_port)]
-    command += [*options, "--worker-urls", *(f"grpc://{worker.address}" for worker in workers)]
-    with (
-        (folder / "smg.log").open("wb") as log,
-        subprocess.Popen(command, stdout=log, stderr=log, env=peer_variables()) as child,
-    ):
-        try:
-            client = openai.OpenAI(
-                base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=LIMIT_S
-            )
-            smg = RunningSmg(client, port, metrics_port)
-            wait_until(lambda: child.poll() is None and _num_ready(smg) == len(workers))
-            wait_until(lambda: has_tokenizer(client))
-            yield smg
-        finally:
-            child.kill()
-
-
-def _num_ready(smg: RunningSmg) -> int:
-    try:
-        return sum(worker["is_healthy"] for worker in smg.get("/workers")["workers"])
-    except OSError:
-        return 0
-
-
-def has_tokenizer(client: openai.OpenAI) -> bool:
-    """True if smg has the model's tokenizer, and a worker that takes requests."""
-    with contextlib.suppress(openai.APIStatusError):
-        client.completions.create(model=MODEL, prompt="a", max_tokens=1)
-        return True
-    return False
 
 
 @pytest.fixture(scope="module")
@@ -136,7 +63,7 @@ def ask(smg: RunningSmg, question: str, **given: Any) -> Any:
     return smg.client.chat.completions.create(model=MODEL, messages=messages, **given)
 
 
-def test_chat_gives_fissiles_ownhas_tokenizer(service: Service, smg: RunningSmg) -> None:
+def test_chat_gives_fissiles_own_answers(service: Service, smg: RunningSmg) -> None:
     """Greedy and sampled, 32 at a time."""
     asked = [one.user for one in questions()[::8]] + [STORY, "Wer bist du? 🦊"]
     greedy: dict[str, Any] = {"temperature": 0.0, "max_tokens": 40}

@@ -473,6 +473,26 @@ _SPECS: Final = {
             Column("worker's CPU, s per 1000 tokens", ("worker_cpu",), "s per 1000 tokens"),
         ],
     ),
+    "doors-cost": Spec(
+        "doors",
+        {"step": "step", "streams": "streams", "door": "through"},
+        [
+            Column("tokens/s", ("tokens_per_s",), "tokens/s"),
+            Column("door's CPU, s per 1,000 tokens", ("door_cpu",), "s per 1000 tokens"),
+            Column("worker's CPU, s per 1,000 tokens", ("worker_cpu",), "s per 1000 tokens"),
+            _ms("TTFT p50", "ttft_p50"),
+            _ms("added TTFT", "added_ttft"),
+            Column("door's memory, MiB", ("door_memory",), "MiB"),
+            Column("failed", ("failed",), "answers"),
+            Column("other processes, % of the cores", ("others",), "%"),
+        ],
+    ),
+    "doors-faults": Spec(
+        "doors",
+        {"fault": "fault", "door": "through", "seen": "what clients saw"},
+        [Column(metric, (metric,), "answers") for metric in ("survived", "changed", "failed")],
+        origin=False,
+    ),
     "delay": Spec(
         "router.delay",
         {"routers": "routers", "delay_factor": "delay factor"},

@@ -23,7 +23,7 @@ from pathlib import Path
 import uvloop
 
 from tests.bench.router.bed import Row, show
-from tests.bench.router.load import _COUNTERS, _PATHS, ROUTER, Plan, bodies
+from tests.bench.router.load import COUNTERS, PATHS, ROUTER, Plan, bodies
 from tests.bench.router.wire import Connection, GrpcConnection, Reply
 
 _CONNECTIONS = 8
@@ -66,7 +66,7 @@ class Side:
         return sum(int(file.read_text().split()[0]) for file in files) / 1000
 
     def start(self, i: int, body: bytes) -> Reply:
-        return self.connections[i % _CONNECTIONS].start(_PATHS[ROUTER], body)
+        return self.connections[i % _CONNECTIONS].start(PATHS[ROUTER], body)
 
     def tokens(self) -> int:
         """Messages received, of one token each."""
@@ -142,7 +142,7 @@ def row(one: Side, first: Side) -> Row:
 
 async def measure(sides: Sequence[Side], options: Mapping[str, int], *, is_long: bool) -> list[Row]:
     for one in sides:
-        opened = [await GrpcConnection.open(one.address, _COUNTERS[ROUTER]) for _ in range(_CONNECTIONS)]
+        opened = [await GrpcConnection.open(one.address, COUNTERS[ROUTER]) for _ in range(_CONNECTIONS)]
         one.connections.extend(opened)
     made = bodies(Plan(ROUTER, (), output=options["output"]))
     await (measure_long if is_long else measure_short)(sides, options["rounds"], made)

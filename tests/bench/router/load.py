@@ -23,11 +23,11 @@ from fissile.worker.v1 import worker_pb2 as wpb
 
 from tests.bench.router.wire import Connection, GrpcConnection, Reply, SseConnection
 
-ROUTER, WORKER, SMG, VLLM = "router", "worker", "smg", "vllm"
-_PATHS = {
+ROUTER, WORKER, HTTP, VLLM = "router", "worker", "http", "vllm"
+PATHS = {
     ROUTER: "/fissile.v1.InferenceService/Generate",
     WORKER: "/fissile.worker.v1.WorkerService/Generate",
-    SMG: "/v1/completions",
+    HTTP: "/v1/completions",
     VLLM: "/vllm.grpc.engine.VllmEngine/Generate",
 }
 
@@ -37,7 +37,7 @@ class Plan:
     """What a load process does.
 
     Attributes:
-        target: ROUTER, WORKER, SMG or VLLM (the peer's worker protocol): what is spoken.
+        target: ROUTER, WORKER, HTTP (OpenAI's completions) or VLLM (the peer's worker protocol): what is spoken.
         addresses: host:port, used in turn.
         connections: connections in all; SSE opens one per stream.
         streams: requests in flight; 0 sends bursts instead.
@@ -48,6 +48,7 @@ class Plan:
         bursts_per_s: mean rate of bursts (Poisson).
         prompt: tokens of a prompt.
         texts: a JSON file of prompts, used in turn; empty sends token ids, random ones.
+        model: its name, for HTTP.
         output: tokens of an answer.
         vocab: token ids are below.
         seed: of everything random.
@@ -69,6 +70,7 @@ class Plan:
     seed: int = 0
     token_ids: bool = True
     texts: str = ""
+    model: str = "bench"
 
 
 @dataclass(slots=True)
@@ -118,8 +120,8 @@ def _body(plan: Plan, ids: Sequence[int], text: str) -> bytes:
         return wpb.GenerateRequest(token_ids=ids, params=params).SerializeToString()
     if plan.target == VLLM:
         return _vllm_request(ids, plan.output)
-    if plan.target == SMG:
-        prompt = {"prompt": text, "max_tokens": plan.output, "ignore_eos": True, "stream": True, "model": "bench"}
+    if plan.target == HTTP:
+        prompt = {"prompt": text, "max_tokens": plan.output, "ignore_eos": True, "stream": True, "model": plan.model}
         return json.dumps({**prompt, "stream_options": {"include_usage": True}}).encode()
     request = pb.GenerateRequest(text=text) if text else pb.GenerateRequest(token_ids=pb.TokenIds(ids=ids))
     request.sampling_params.max_tokens = plan.output
@@ -192,17 +194,17 @@ def tokens_in_vllm_message(message: memoryview) -> int:
     return int(message[0] == 0x0A)
 
 
-_COUNTERS = {
+COUNTERS = {
     ROUTER: tokens_in_router_message,
     WORKER: tokens_in_worker_message,
-    SMG: tokens_in_event,
+    HTTP: tokens_in_event,
     VLLM: tokens_in_vllm_message,
 }
 
 
 def final_tokens(plan: Plan, reply: Reply) -> int | None:
     """Tokens of a whole answer as its last message says; None when it has not ended well."""
-    if plan.target == SMG:
+    if plan.target == HTTP:
         usage = json.loads(reply.last).get("usage") if reply.last.startswith(b"{") else None
         return int(usage["completion_tokens"]) if usage else None
     if plan.target == VLLM:
@@ -228,7 +230,7 @@ class Load:
     async def run(self) -> Seen:
         """Warms up, measures, and gives up what still runs."""
         plan = self._plan
-        count = plan.streams if plan.target == SMG and plan.streams else plan.connections
+        count = plan.streams if plan.target == HTTP and plan.streams else plan.connections
         for i in range(count):
             self._connections.append(await self._open(i))
         work = [asyncio.create_task(self._keep_busy(i)) for i in range(plan.streams)]
@@ -248,9 +250,9 @@ class Load:
         return self._seen(begin, end, cpu)
 
     async def _open(self, i: int) -> Connection:
-        kind = SseConnection if self._plan.target == SMG else GrpcConnection
+        kind = SseConnection if self._plan.target == HTTP else GrpcConnection
         address = self._plan.addresses[i % len(self._plan.addresses)]
-        return await kind.open(address, _COUNTERS[self._plan.target])
+        return await kind.open(address, COUNTERS[self._plan.target])
 
     async def _keep_busy(self, i: int) -> None:
         """One stream after another. The first ones start apart, so that they do not end together."""
@@ -273,7 +275,7 @@ class Load:
             await asyncio.sleep(self._plan.spacing_s)
 
     async def _request(self, connection: Connection) -> None:
-        reply = connection.start(_PATHS[self._plan.target], next(self._bodies))
+        reply = connection.start(PATHS[self._plan.target], next(self._bodies))
         self._replies.append(reply)
         await reply.ended
 

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from tests.bench.router import bed
 from tests.bench.router.bed import CACHE, Row, Run, quantile
-from tests.bench.router.load import ROUTER, SMG, VLLM, WORKER, Plan
+from tests.bench.router.load import HTTP, ROUTER, VLLM, WORKER, Plan
 from tests.e2e.service import free_port
 from tests.peers.environment import SMG_PACKAGES, peer_environment, peer_variables
 
@@ -119,7 +119,7 @@ def measure(step_ms: float, streams: int, seconds: float, rounds: int, prompt: i
         ours: Mapping[str, list[int]] = bed.pids(running)
         ways = {
             "double direct": (replace(plan, target=VLLM, addresses=[double]), theirs),
-            "smg": (replace(plan, target=SMG, addresses=[smg], texts=texts), theirs),
+            "smg": (replace(plan, target=HTTP, addresses=[smg], texts=texts), theirs),
             "worker direct": (replace(plan, target=WORKER, addresses=[running.workers[0].address]), ours),
             "fissile router": (replace(plan, target=ROUTER, addresses=[running.router.address], texts=texts), ours),
         }
