@@ -14,7 +14,11 @@ from tests.bench.plots.tables import TABLES
 DOCS: Final = Path(__file__).parents[3] / "docs"
 PAGE: Final = DOCS / "reference" / "performance.md"
 # The page of current figures, the comparison of doors, and the notebook with all figures.
-PAGES: Final = (PAGE, DOCS / "reference" / "doors-compared.md", *sorted((Path(__file__).parents[1] / "results").glob("*.md")))
+PAGES: Final = (
+    PAGE,
+    DOCS / "reference" / "doors-compared.md",
+    *sorted((Path(__file__).parents[1] / "results").glob("*.md")),
+)
 _BLOCK: Final = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
