@@ -204,6 +204,7 @@ class Router:
         watch = keep_running("metrics", lambda: self._metrics.watch(self._snapshot))
         self._watch = asyncio.create_task(watch, name="metrics")
         self.discovery.follow(parse_targets(self._options.workers))
+        self._tracing.listens_at(self.server.address)
         log.info("router listening", address=self.server.address, workers=list(self._options.workers))
 
     async def drain(self) -> None:

@@ -112,6 +112,7 @@ RULES = {
             "worker/session/engine_thread.py": (WORLD, "the engine's thread"),
             "worker/session/intake.py": (GRPC, STATUS),
             "worker/session/request_trace.py": (GRPC, STATUS),
+            "worker/session/sequence_span.py": (GRPC, STATUS),
             "worker/session/session.py": (GRPC, STATUS),
         },
     ),

@@ -47,6 +47,7 @@ class ReceivedSpan:
     status_message: str
     attributes: dict[str, Any]
     events: tuple[str, ...]
+    links: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -181,6 +182,7 @@ def _received(span: trace_pb2.Span, resource: dict[str, Any]) -> ReceivedSpan:
         status_message=span.status.message,
         attributes=_values(span.attributes),
         events=tuple(event.name for event in span.events),
+        links=tuple(link.span_id.hex() for link in span.links),
     )
 
 

@@ -157,6 +157,7 @@ class Worker:
         await self.server.start()
         worker_id = self._options.worker_id or f"{socket.gethostname()}-{self.server.port}"
         self._loaded = self._first_facts = self.service.facts = replace(self._loaded, worker_id=worker_id)
+        self._tracing.listens_at(self.server.address)
         log.info("worker listening", address=self.server.address, worker_id=worker_id, **self._settings())
         labels = {names.REQUEST_MODEL: self._loaded.model, names.WORKER_ID: worker_id}
         observe_engine(self._metrics, lambda: self.engine.figures, labels)

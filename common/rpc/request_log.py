@@ -26,7 +26,7 @@ from common.limits import MAX_REFUSAL_LINES, REFUSAL_LINES_PER_S, ROUTER_RETRY_S
 from common.rpc.errors import abort
 from common.rpc.interceptors import HandlerCache
 from common.telemetry.request_record import RequestRecord, begin_record
-from common.telemetry.tracing import trace_id_of, traceparent_of
+from common.telemetry.trace_context import trace_id_of, traceparent_of
 
 SUMMARY_S: Final = 1.0
 

@@ -24,7 +24,7 @@ from common.limits import MAX_METADATA_BYTES, SLOW_CLIENT_TIMEOUT_S
 from common.rpc.interceptors import metadata_bytes
 from common.telemetry import names
 from common.telemetry.request_record import shown
-from common.telemetry.tracing import trace_id_of, traceparent_of
+from common.telemetry.trace_context import trace_id_of, traceparent_of
 from facade.http.errors import HttpError
 from facade.http.uploads import ClientGoneError, UploadTable
 

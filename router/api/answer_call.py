@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from common.telemetry import names
-from common.telemetry.tracing import RequestSpan, SpanFactory
+from common.telemetry.tracing import SpanFactory
 from router.answers.stream_assembly import StreamAssembly
 from router.api.answer_writer import AnswerWriter
 from router.api.answers import AnswerRequest, Answers
@@ -24,6 +24,7 @@ from router.requests.request_router import RequestRouter
 from router.requests.stream import ReplacedError, RequestStream, RoutedRequest
 from router.scheduling.failover import Attempt, Wait
 from router.telemetry.metrics import RequestMeasure
+from router.telemetry.request_span import RequestSpan
 from router.workers.expected_workers import ExpectedWorkers
 
 
@@ -214,6 +215,7 @@ class AnswerCall(InFlightCall):
             input_tokens=input_tokens,
             output_tokens=written,
             cached_tokens=cached_tokens,
+            reasoning_tokens=sum(stream.written_reasoning_tokens for stream in streams),
             worker_id=assembly.worker_id,
             attempts=record.attempts,
         )

@@ -19,10 +19,10 @@ from common.errors import (
 )
 from common.rpc.interruption import InterruptedWorkError, Interruptible
 from common.telemetry.request_record import RequestRecord
-from common.telemetry.tracing import RequestSpan
 from router.api.rpc_scope import RpcScope
 from router.api.shutdown import OpenCalls
 from router.requests.stream import RequestStream
+from router.telemetry.request_span import RequestSpan
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

@@ -35,6 +35,8 @@ from router.model_registry import ServedModel
 from router.prompts.prompts import Prompt, PromptEncoder
 from router.requests.request_router import RequestRouter
 from router.requests.stream import ReceiptTerms, RoutedRequest
+from router.scheduling.queued_request import CLASS_NAMES
+from router.telemetry.request_span import RequestFacts
 from router.validation import (
     check_prompt_logprobs,
     check_resumed_ids,
@@ -113,7 +115,7 @@ class RequestBuilder:
         prompt, prompt_text, params = await self._encode(call, request, model, prompt)
         call.record.prompt_tokens = call.prompt_tokens = len(prompt.token_ids)
         params = self._fit(params, request, prompt, model)
-        call.span.request(model=model.name, request_id=call.request_id, params=params)
+        call.span.request(_facts(call, request, model), params)
         remaining = call.scope.time_remaining()
         seed = derive_seed(call.request_id) if params.seed is None else params.seed
         return RoutedRequest(
@@ -284,6 +286,19 @@ class RequestBuilder:
             return True
         few = len(point.token_ids.ids) <= MAX_SENT_LOGPROBS
         return answer.params.wants_logprobs and few and self._requests.may_adopt(answer.adoption_key)
+
+
+def _facts(call: InFlightCall, request: AnswerRequest, model: ServedModel) -> RequestFacts:
+    form = request.sampling_params.constraint.WhichOneof("form")
+    return RequestFacts(
+        model=model.name,
+        request_id=call.request_id,
+        session_id=request.session_id,
+        tenant=call.tenant,
+        key=call.record.key,
+        priority=CLASS_NAMES[call.priority],
+        is_json=form in ("json_schema", "json_object"),
+    )
 
 
 def _token_bytes(options: pb.OutputOptions, model: ServedModel) -> TokenBytes | None:

@@ -16,7 +16,8 @@ from common.errors import ApiError, RouterFailedError, SlowClientError
 from common.rpc.errors import Metadata, abort
 from common.telemetry.logs import current_request_id
 from common.telemetry.request_record import RequestRecord, begin_record, current_record, shown
-from common.telemetry.tracing import RequestSpan, SpanFactory
+from common.telemetry.tracing import SpanFactory
+from router.telemetry.request_span import RequestSpan, request_span
 
 SERVICE = "fissile.v1.InferenceService"
 REQUEST_ID = "x-request-id"
@@ -65,7 +66,7 @@ class RpcScope:
         in_metadata = quote(self.record.request_id, safe=_PRINTABLE)[:_MAX_ID_METADATA]
         metadata = context.invocation_metadata()
         name = f"{service}/{method}"
-        self.span = tracing.request_span(name, metadata, operation=operation, peer=context.peer())
+        self.span = request_span(tracing, name, metadata, operation=operation, peer=context.peer())
         self.record.trace_id = self.span.trace_id
         self._trailing: Metadata = ((REQUEST_ID, in_metadata), *self.span.trailing_metadata())
         self._first_write: asyncio.Future[bool] | None = None

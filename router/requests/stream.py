@@ -21,7 +21,7 @@ from common.errors import ApiError, NoWorkerError, SlowClientError
 from common.params.pooling import MEAN, Pooling
 from common.params.sampling_params import SamplingParams
 from common.telemetry.request_record import shown
-from common.telemetry.tracing import trace_id_of
+from common.telemetry.trace_context import trace_id_of
 from common.text.detokenizer import TokenBytes
 from common.wire.adoption import delivered_digest
 from common.wire.heads import worker_pooling

@@ -41,7 +41,7 @@ from common.errors import (
 from common.limits import MAX_ANSWERS, MAX_ENDED_IDS, MAX_REQUEST_ID_BYTES, TOKENIZE_THREADS
 from common.params.pooling import EMBED_PARAMS, LAST, VECTORS, Pooling, Vectors, finished
 from common.telemetry.request_record import current_record
-from common.telemetry.tracing import traceparent_of
+from common.telemetry.trace_context import traceparent_of
 from common.text.answer_text import AnswerText
 from common.text.tokenizer import Tokenizer
 from common.wire.heads import OUTPUT_HEAD

@@ -11,10 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from common.telemetry.tracing import DecodeWork
 from worker.engine.batch import BlockCopy, SequenceColumns
 from worker.engine.block_manager import BlockManager
-from worker.engine.outputs import End, EngineTotals, GivenLogprobs, RequestOutput, Start, sequence_times
+from worker.engine.outputs import DecodeWork, End, EngineTotals, GivenLogprobs, RequestOutput, Start, sequence_times
 from worker.engine.prefix_cache import Fronts
 from worker.engine.sequence import EndReason, Sequence, SequenceStatus
 from worker.engine.sequence_queue import SequenceQueue, SequenceSet

@@ -7,10 +7,61 @@ frame that a router gets.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from common.telemetry.tracing import DecodeWork, SequenceTimes
+from common.telemetry import names
+from common.wire.draft_counts import Counts
 from worker.engine.sequence import EndReason, Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeWork:
+    """Work of the engine while a sequence decoded, which explains the time.
+
+    Attributes:
+        steps: of the engine, including those without the sequence.
+        tokens: output of these steps, of all sequences.
+        preemptions: of the sequence, since it arrived.
+        drafts: of the sequence, verified and accepted, by their position after a token.
+    """
+
+    steps: int
+    tokens: int
+    preemptions: int
+    drafts: tuple[Counts, ...] = ()
+
+    def attributes(self) -> Mapping[str, int | float]:
+        """For the span."""
+        mean = round(self.tokens / max(1, self.steps), 2)
+        said: dict[str, int | float] = {
+            names.DECODE_STEPS: self.steps,
+            names.DECODE_MEAN_BATCH: mean,
+            names.DECODE_PREEMPTIONS: self.preemptions,
+        }
+        if self.drafts:
+            verified, accepted = map(sum, zip(*self.drafts, strict=True))
+            said |= {names.DECODE_DRAFTS: verified, names.DECODE_ACCEPTED: accepted}
+        return said
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceTimes:
+    """A sequence's timestamps on the worker, monotonic seconds; None for stages that were not reached."""
+
+    arrived: float
+    first_scheduled: float | None
+    first_token: float | None
+    ended: float
+    decode: DecodeWork | None = None
+
+    def phases(self) -> list[tuple[str, float, float]]:
+        """Name, start and end of queue, prefill and decode, as far as the sequence came."""
+        starts = (self.arrived, self.first_scheduled, self.first_token)
+        named = zip((names.QUEUE_SPAN, names.PREFILL_SPAN, names.DECODE_SPAN), starts, strict=True)
+        reached = [(name, start) for name, start in named if start is not None]
+        ends = [start for _, start in reached[1:]] + [self.ended]
+        return [(name, start, end) for (name, start), end in zip(reached, ends, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,9 +8,9 @@ import grpc
 import structlog
 
 from common.errors import ApiError, DeadlineError, EngineError
-from common.telemetry.tracing import SequenceSpan
 from worker.engine.outputs import End, RequestOutput
 from worker.engine.sequence import EndReason
+from worker.session.sequence_span import SequenceSpan
 
 log = structlog.get_logger(__name__)
 

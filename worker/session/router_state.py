@@ -19,7 +19,8 @@ from typing import Protocol
 import structlog
 from fissile.worker.v1 import worker_pb2 as wpb
 
-from common.telemetry.tracing import SpanFactory, trace_id_of
+from common.telemetry.trace_context import trace_id_of
+from common.telemetry.tracing import SpanFactory
 from worker.engine.outputs import End, EngineLoad, RequestOutput
 from worker.engine.sequence import EndReason, Sequence
 from worker.engine.turns import TicketReceipt
@@ -29,6 +30,7 @@ from worker.session.deliveries import OwnedSequence
 from worker.session.intake import Arrival, Refusal, SequenceGroup
 from worker.session.outbox import Outbox
 from worker.session.request_trace import RequestTrace
+from worker.session.sequence_span import sequence_span
 from worker.session.worker_info import WorkerFacts
 
 log = structlog.get_logger(__name__)
@@ -315,7 +317,8 @@ class RouterSequences:
 
     def _make_active(self, arrival: Arrival) -> ActiveSequence:
         seq = arrival.seq
-        span = self._tracing.sequence_span(
+        span = sequence_span(
+            self._tracing,
             arrival.traceparent,
             arrival.tracestate,
             arrived=seq.arrive_time,

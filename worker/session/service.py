@@ -41,7 +41,8 @@ from common.rpc.unsupported_fields import refuse_unserved
 from common.telemetry import names
 from common.telemetry.logs import current_request_id, current_trace_id
 from common.telemetry.request_record import current_record, shown
-from common.telemetry.tracing import SpanFactory, trace_id_of
+from common.telemetry.trace_context import trace_id_of
+from common.telemetry.tracing import SpanFactory
 from common.wire.ids import check_id
 from worker.engine.sequence import Sequence
 from worker.session import request_validation
@@ -52,6 +53,7 @@ from worker.session.fleet_backlog import FleetLanes
 from worker.session.request_trace import RequestTrace
 from worker.session.router_state import RouterSequences
 from worker.session.sequence_builder import build_sequence, check_sequence
+from worker.session.sequence_span import sequence_span
 from worker.session.session import check_bounds, check_hello, check_owner
 from worker.session.session_stream import Context, SessionStream, StreamEnd
 from worker.session.worker_info import WorkerFacts
@@ -187,7 +189,8 @@ class WorkerService(WorkerServiceServicer):
         """The span and the log line of a direct call's sequence."""
         metadata = {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
         traceparent = metadata.get(names.TRACEPARENT, "")
-        span = self._tracing.sequence_span(
+        span = sequence_span(
+            self._tracing,
             traceparent,
             metadata.get(names.TRACESTATE, ""),
             arrived=seq.arrive_time,

@@ -31,6 +31,7 @@ from worker.model.model_runner import ModelRunner
 from worker.model.numerics import numerics_digest
 from worker.server import WorkerOptions, run_worker
 from worker.session.request_trace import RequestTrace
+from worker.session.sequence_span import sequence_span
 from worker.simulation.runner import SimulatedRunner
 
 pytestmark = pytest.mark.each_value
@@ -225,7 +226,7 @@ def test_nan_end_has_metric_and_log_line() -> None:
     assert (output.end.reason, output.end.end_pos) == (EndReason.NOT_A_NUMBER, 2)
     assert (turn.figures.nan_rows, turn.figures.ended) == (1, {"not_a_number": 1})
     tracing = setup_tracing("test", "i")
-    span = tracing.sequence_span("", "", arrived=0.0, model="m", request_id="2a", worker_id="w")
+    span = sequence_span(tracing, "", "", arrived=0.0, model="m", request_id="2a", worker_id="w")
     with capture_logs() as logs:
         RequestTrace(42, 2, span, "abc").note(output)
     (line,) = [line for line in logs if line["log_level"] == "error"]

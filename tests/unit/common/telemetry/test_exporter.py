@@ -23,8 +23,12 @@ from common.limits import TELEMETRY_SHUTDOWN_S
 from common.params.sampling_params import SamplingParams
 from common.telemetry import names
 from common.telemetry.metrics import setup_metrics
-from common.telemetry.tracing import SequenceTimes, SpanFactory, setup_tracing, trace_id_of
+from common.telemetry.trace_context import trace_id_of
+from common.telemetry.tracing import SpanFactory, setup_tracing
+from router.telemetry.request_span import RequestFacts, request_span
 from tests.otlp_receiver import OtlpReceiver
+from worker.engine.outputs import SequenceTimes
+from worker.session.sequence_span import sequence_span
 
 GENERATE = "fissile.v1.InferenceService/Generate"
 # Bound for data that must arrive on any machine: a shutdown gives up after a second.
@@ -44,9 +48,9 @@ def test_trace_of_two_services_reaches_the_collector(receiver: OtlpReceiver) -> 
     parent, now = f"00-{'4' * 32}-{'7' * 16}-01", time.monotonic()
     router, worker = setup_tracing("fissile-router", "r1"), setup_tracing("fissile-worker", "w1")
     metadata = [("traceparent", parent), ("tracestate", "vendor=1")]
-    with router.request_span(GENERATE, metadata, operation=names.CHAT) as span:
-        sequence = worker.sequence_span(span.traceparent, span.tracestate, arrived=now, model="m")
-        span.request(model="m", request_id="r", params=SamplingParams(seed=2**64 - 1))
+    with request_span(router, GENERATE, metadata, operation=names.CHAT) as span:
+        sequence = sequence_span(worker, span.traceparent, span.tracestate, arrived=now, model="m")
+        span.request(RequestFacts("m", "r"), SamplingParams(seed=2**64 - 1))
         times = SequenceTimes(now, now + 0.1, now + 0.2, now + 0.3)
         sequence.finish(times, reason="eos", input_tokens=3, output_tokens=2, cached_tokens=1)
         span.usage(input_tokens=3, output_tokens=2, cached_tokens=1)
@@ -54,16 +58,16 @@ def test_trace_of_two_services_reaches_the_collector(receiver: OtlpReceiver) -> 
     router.shutdown(PATIENT_S)
     worker.shutdown(PATIENT_S)
 
-    (server,), (sequence_span,) = receiver.wait_for(GENERATE), receiver.wait_for(names.WORKER_SPAN)
+    (server,), (worker_span,) = receiver.wait_for(GENERATE), receiver.wait_for(names.WORKER_SPAN)
     assert {span.trace_id for span in receiver.spans} == {trace_id_of(parent)}
     assert (server.service, server.instance, server.kind) == ("fissile-router", "r1", "SERVER")
-    assert (sequence_span.service, sequence_span.instance, sequence_span.kind) == ("fissile-worker", "w1", "SERVER")
-    assert (server.parent_id, sequence_span.parent_id) == (parent.split("-")[2], server.span_id)
-    assert sequence_span.trace_state == "fissile=chat,vendor=1"
-    assert sequence_span.attributes[names.CACHED_TOKENS] == 1
+    assert (worker_span.service, worker_span.instance, worker_span.kind) == ("fissile-worker", "w1", "SERVER")
+    assert (server.parent_id, worker_span.parent_id) == (parent.split("-")[2], server.span_id)
+    assert worker_span.trace_state == "fissile=chat,vendor=1"
+    assert worker_span.attributes[names.CACHED_TOKENS] == 1
     for name in (names.QUEUE_SPAN, names.PREFILL_SPAN, names.DECODE_SPAN):
         (phase,) = receiver.named(name)
-        assert phase.parent_id == sequence_span.span_id
+        assert phase.parent_id == worker_span.span_id
         assert phase.end_ns - phase.start_ns == pytest.approx(1e8, abs=1e3)
 
 
@@ -75,7 +79,7 @@ def test_otel_sampler_and_service_variables_apply(receiver: OtlpReceiver, monkey
     tracing = setup_tracing("fissile-router", "r1")
     parents = [f"00-{digit * 32}-{'7' * 16}-0{flag}" for digit, flag in (("1", "0"), ("2", "1"), ("3", "0"))]
     for parent in (*parents, ""):
-        with tracing.request_span(GENERATE, [("traceparent", parent)] if parent else []) as span:
+        with request_span(tracing, GENERATE, [("traceparent", parent)] if parent else []) as span:
             # Log lines need the trace id even if the trace is not recorded.
             assert not parent or trace_id_of(span.traceparent) == trace_id_of(parent)
     tracing.shutdown(PATIENT_S)
@@ -91,7 +95,7 @@ def dead_collector_costs_one_warning(endpoint: str, monkeypatch: pytest.MonkeyPa
     tracing = setup_tracing("router", "1")
     with capture_logs() as lines:
         for _ in range(3):
-            with tracing.request_span(GENERATE):
+            with request_span(tracing, GENERATE):
                 time.sleep(0.1)
         start = time.monotonic()
         tracing.shutdown()
@@ -142,7 +146,7 @@ class HalfCollector(trace_service_pb2_grpc.TraceServiceServicer):
 
 def span_arrives(tracing: SpanFactory, collector: HalfCollector) -> None:
     before, end = collector.taken, time.monotonic() + 60
-    with tracing.request_span(GENERATE):
+    with request_span(tracing, GENERATE):
         pass
     while collector.taken == before:
         assert time.monotonic() < end
@@ -208,7 +212,7 @@ def test_otlp_over_http(http_collector: type[HttpCollector], status: int, said: 
     with capture_logs() as lines:
         tracing, metrics = setup_tracing("router", "1"), setup_metrics("router", "1")
         metrics.gauge("fissile.test", "1", "A gauge", lambda: [(1.0, {})])
-        with tracing.request_span(GENERATE):
+        with request_span(tracing, GENERATE):
             pass
         tracing.shutdown(PATIENT_S)
         metrics.shutdown(PATIENT_S)

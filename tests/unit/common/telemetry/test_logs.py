@@ -25,6 +25,7 @@ from hypothesis import strategies as st
 
 from common.telemetry.logs import _folding, current_request_id, setup_logging
 from common.telemetry.tracing import SpanFactory
+from router.telemetry.request_span import request_span
 
 ROOT = Path(__file__).parents[4]
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
@@ -55,7 +56,7 @@ def test_json_fields_and_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
     setup_logging(service="router", stream=stream)
     log = structlog.get_logger("router.test")
 
-    with SpanFactory().request_span("a/B", METADATA):
+    with request_span(SpanFactory(), "a/B", METADATA):
         log.info("request accepted", zebra=1, apple=("x", 2))
     log.warning("worker lost", worker_id="w")
 
@@ -70,7 +71,7 @@ def test_json_fields_and_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_explicit_trace_id_overrides_context() -> None:
     stream = io.StringIO()
     setup_logging(stream=stream)
-    with SpanFactory().request_span("a/B", METADATA):
+    with request_span(SpanFactory(), "a/B", METADATA):
         structlog.get_logger().info("other", trace_id="mine")
 
     assert lines(stream)[0]["trace_id"] == "mine"
@@ -167,7 +168,7 @@ def test_lines_of_a_request_carry_its_id() -> None:
     log = structlog.get_logger()
     token = current_request_id.set("r1")
     try:
-        with SpanFactory().request_span("a/B", METADATA):
+        with request_span(SpanFactory(), "a/B", METADATA):
             log.warning("odd", why="x")
             log.warning("other", request_id="r2")
     finally:

@@ -20,6 +20,7 @@ from common.telemetry.metrics import setup_metrics
 from common.telemetry.output import Output
 from common.telemetry.prometheus import current_traceparent
 from common.telemetry.tracing import setup_tracing
+from router.telemetry.request_span import request_span
 from tests.otlp_receiver import OtlpReceiver, ReceivedPoint
 from worker.engine.figures import EngineFigures, observe_engine
 
@@ -223,7 +224,7 @@ def test_dead_collector_costs_one_warning_for_both_signals(monkeypatch: pytest.M
         tracing, metrics = setup_tracing("w", "1"), setup_metrics("w", "1")
         observe_engine(metrics, lambda: FIGURES, LABELS)
         with capture_logs() as lines:
-            with tracing.request_span("s/M"):
+            with request_span(tracing, "s/M"):
                 time.sleep(0.2)
             # By default they would wait for an hour.
             start = time.monotonic()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -19,16 +20,11 @@ from common.params.sampling_params import SamplingParams
 from common.telemetry import names
 from common.telemetry.failures import failures
 from common.telemetry.logs import current_trace_id
-from common.telemetry.tracing import (
-    DecodeWork,
-    RequestSpan,
-    SequenceTimes,
-    SpanFactory,
-    extract,
-    inject,
-    setup_tracing,
-    trace_id_of,
-)
+from common.telemetry.trace_context import extract, inject, trace_id_of
+from common.telemetry.tracing import SpanFactory, setup_tracing
+from router.telemetry.request_span import RequestFacts, RequestSpan, request_span
+from worker.engine.outputs import DecodeWork, SequenceTimes
+from worker.session.sequence_span import sequence_span
 
 GENERATE = "fissile.v1.InferenceService/Generate"
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
@@ -81,15 +77,15 @@ def test_off_by_the_sdk_switch(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_clients_context_is_passed_on_with_tracing_off() -> None:
     tracing = SpanFactory()
 
-    with tracing.request_span(GENERATE, METADATA, operation=names.CHAT) as span:
-        span.request(model="m", request_id="r", params=SamplingParams())
+    with request_span(tracing, GENERATE, METADATA, operation=names.CHAT) as span:
+        span.request(RequestFacts("m", "r"), SamplingParams())
         span.submitted("w")
         span.first_token(0.1)
         assert (span.traceparent, span.tracestate) == (PARENT, "vendor=1")
         assert span.trace_id == TRACE_ID
         # The trailing metadata never repeats the client's own span.
         assert span.trailing_metadata() == ()
-        sequence = tracing.sequence_span(span.traceparent, span.tracestate, arrived=1.0)
+        sequence = sequence_span(tracing, span.traceparent, span.tracestate, arrived=1.0)
         sequence.finish(times(1.0), reason="eos", input_tokens=1, output_tokens=1, cached_tokens=0)
         span.usage(output_tokens=1)
         span.finish(["stop"])
@@ -99,7 +95,7 @@ def test_clients_context_is_passed_on_with_tracing_off() -> None:
 
 
 def test_no_trace_context_sends_no_trace_headers() -> None:
-    span = SpanFactory().request_span(GENERATE, ())
+    span = request_span(SpanFactory(), GENERATE, ())
 
     assert (span.traceparent, span.tracestate, span.trace_id, span.trailing_metadata()) == ("", "", "", ())
 
@@ -109,18 +105,18 @@ def test_no_trace_context_sends_no_trace_headers() -> None:
 )
 def test_malformed_context_is_dropped(bad: str, recorder: Recorder) -> None:
     assert inject(extract([("traceparent", bad)])) == ("", "")
-    with recorder.tracing.request_span(GENERATE, [("traceparent", bad)]) as span:
+    with request_span(recorder.tracing, GENERATE, [("traceparent", bad)]) as span:
         assert len(span.trace_id) == 32
     assert recorder.one(GENERATE).parent is None
 
 
 def test_router_and_worker_spans_share_trace(recorder: Recorder) -> None:
     tracing, now = recorder.tracing, time.monotonic()
-    with tracing.request_span(GENERATE, METADATA, operation=names.TEXT_COMPLETION, peer="ipv4:127.0.0.1:7") as span:
-        span.request(model="m", request_id="r", params=SamplingParams(temperature=0.5, max_tokens=9, seed=3))
+    with request_span(tracing, GENERATE, METADATA, operation=names.TEXT_COMPLETION, peer="ipv4:127.0.0.1:7") as span:
+        span.request(RequestFacts("m", "r"), SamplingParams(temperature=0.5, max_tokens=9, seed=3))
         span.submitted("w")
-        sequence = tracing.sequence_span(
-            span.traceparent, span.tracestate, arrived=now, model="m", request_id="17", worker_id="w"
+        sequence = sequence_span(
+            tracing, span.traceparent, span.tracestate, arrived=now, model="m", request_id="17", worker_id="w"
         )
         assert tracing.open_spans() == 2
         span.first_token(0.25)
@@ -148,6 +144,7 @@ def test_router_and_worker_spans_share_trace(recorder: Recorder) -> None:
         "gen_ai.operation.name": "text_completion",
         "gen_ai.provider.name": "fissile",
         "gen_ai.request.model": "m",
+        "gen_ai.output.type": "text",
         "gen_ai.request.temperature": 0.5,
         "gen_ai.request.max_tokens": 9,
         "gen_ai.request.seed": 3,
@@ -173,7 +170,7 @@ def test_router_and_worker_spans_share_trace(recorder: Recorder) -> None:
 
 def test_phases_are_children_made_from_the_timestamps(recorder: Recorder) -> None:
     before_ns, now, after_ns = time.time_ns(), time.monotonic(), time.time_ns()
-    sequence = recorder.tracing.sequence_span(PARENT, arrived=now)
+    sequence = sequence_span(recorder.tracing, PARENT, arrived=now)
     sequence.finish(times(now), reason="eos", input_tokens=1, output_tokens=1, cached_tokens=0)
 
     worker = recorder.one(names.WORKER_SPAN)
@@ -228,7 +225,7 @@ def _fail_with(error: ApiError | grpc.StatusCode) -> Callable[[RequestSpan], Non
 def test_every_end_has_its_status(
     end: Callable[[RequestSpan], None], code: str, status: StatusCode, recorder: Recorder
 ) -> None:
-    with suppress(BaseException), recorder.tracing.request_span(GENERATE) as span:
+    with suppress(BaseException), request_span(recorder.tracing, GENERATE) as span:
         end(span)
 
     ended = recorder.one(GENERATE)
@@ -240,7 +237,7 @@ def test_every_end_has_its_status(
 
 
 def test_first_end_is_kept(recorder: Recorder) -> None:
-    with recorder.tracing.request_span(GENERATE) as span:
+    with request_span(recorder.tracing, GENERATE) as span:
         span.usage(output_tokens=3)
         span.fail(WorkerLostError("w", 3))
         span.usage(output_tokens=9)
@@ -260,7 +257,7 @@ def test_first_end_is_kept(recorder: Recorder) -> None:
 )
 def test_failed_sequence(code: grpc.StatusCode, status: StatusCode, recorder: Recorder) -> None:
     now = time.monotonic()
-    sequence = recorder.tracing.sequence_span(PARENT, arrived=now)
+    sequence = sequence_span(recorder.tracing, PARENT, arrived=now)
     sequence.fail(code, SequenceTimes(now, now + 0.1, None, now + 0.2), input_tokens=7)
     sequence.finish(times(now), reason="eos", input_tokens=7, output_tokens=1, cached_tokens=0)
 
@@ -271,7 +268,7 @@ def test_failed_sequence(code: grpc.StatusCode, status: StatusCode, recorder: Re
 
 
 def test_sequence_that_reached_no_worker_still_ends(recorder: Recorder) -> None:
-    sequence = recorder.tracing.sequence_span("", arrived=time.monotonic())
+    sequence = sequence_span(recorder.tracing, "", arrived=time.monotonic())
     sequence.fail(grpc.StatusCode.UNAVAILABLE)
 
     assert recorder.one(names.WORKER_SPAN).parent is None
@@ -279,7 +276,7 @@ def test_sequence_that_reached_no_worker_still_ends(recorder: Recorder) -> None:
 
 
 def test_unsampled_context_stays_unsampled(recorder: Recorder) -> None:
-    with recorder.tracing.request_span(GENERATE, [("traceparent", PARENT[:-2] + "00")]) as span:
+    with request_span(recorder.tracing, GENERATE, [("traceparent", PARENT[:-2] + "00")]) as span:
         assert span.trace_id == TRACE_ID
         assert span.traceparent.endswith("-00")
 
@@ -288,9 +285,9 @@ def test_unsampled_context_stays_unsampled(recorder: Recorder) -> None:
 
 
 def test_log_lines_carry_the_trace_id_inside_only(recorder: Recorder) -> None:
-    with recorder.tracing.request_span(GENERATE, METADATA):
+    with request_span(recorder.tracing, GENERATE, METADATA):
         assert current_trace_id.get() == TRACE_ID
-        with recorder.tracing.request_span(GENERATE) as inner:
+        with request_span(recorder.tracing, GENERATE) as inner:
             assert current_trace_id.get() == inner.trace_id
         assert current_trace_id.get() == TRACE_ID
     assert current_trace_id.get() == ""
@@ -298,7 +295,7 @@ def test_log_lines_carry_the_trace_id_inside_only(recorder: Recorder) -> None:
 
 async def test_closing_a_generator_elsewhere_ends_its_span(recorder: Recorder) -> None:
     async def stream() -> object:
-        with recorder.tracing.request_span(GENERATE):
+        with request_span(recorder.tracing, GENERATE):
             yield 1
             yield 2
 
@@ -313,7 +310,7 @@ def test_disabled_tracing_costs_under_200_us() -> None:
     tracing, rounds = SpanFactory(), 2000
     start = time.thread_time()
     for _ in range(rounds):
-        with tracing.request_span(GENERATE, (), operation=names.CHAT) as span:
+        with request_span(tracing, GENERATE, (), operation=names.CHAT) as span:
             span.finish()
     # About 10 us of the thread's own time.
     assert (time.thread_time() - start) / rounds < 200e-6
@@ -326,16 +323,16 @@ def test_disabled_tracing_costs_under_200_us() -> None:
 def test_chat_operation_crosses_router_worker_hop(client: str, sent: str, recorder: Recorder) -> None:
     """The worker's span has the client's operation and trace state."""
     metadata = (("traceparent", PARENT), *([("tracestate", client)] if client else []))
-    with recorder.tracing.request_span(GENERATE, metadata, operation=names.CHAT) as span:
+    with request_span(recorder.tracing, GENERATE, metadata, operation=names.CHAT) as span:
         assert span.tracestate == (sent if len(sent.split(",")) <= 32 else sent.rpartition(",")[0])
-        sequence = recorder.tracing.sequence_span(span.traceparent, span.tracestate, arrived=1.0)
+        sequence = sequence_span(recorder.tracing, span.traceparent, span.tracestate, arrived=1.0)
         sequence.finish(times(1.0), reason="eos", input_tokens=1, output_tokens=1, cached_tokens=0)
     assert attributes(recorder.one(names.WORKER_SPAN))["gen_ai.operation.name"] == "chat"
 
 
 def test_decode_span_has_steps_batch_and_preemptions(recorder: Recorder) -> None:
     """Number of steps, mean batch size and preemptions."""
-    sequence = recorder.tracing.sequence_span(PARENT, arrived=1.0)
+    sequence = sequence_span(recorder.tracing, PARENT, arrived=1.0)
     done = SequenceTimes(1.0, 1.1, 1.2, 1.9, DecodeWork(steps=10, tokens=35, preemptions=2))
     sequence.finish(done, reason="eos", input_tokens=1, output_tokens=9, cached_tokens=0)
     assert attributes(recorder.one(names.DECODE_SPAN)) == {
@@ -355,7 +352,7 @@ def test_failed_tracer_disturbs_no_request(monkeypatch: pytest.MonkeyPatch) -> N
     """Failures to make or fill a span are counted and never raised into the request."""
     provider = TracerProvider()
     tracing = SpanFactory(provider)
-    span = tracing.request_span(GENERATE, METADATA)
+    span = request_span(tracing, GENERATE, METADATA)
     before = failures().get("traces", 0)
     monkeypatch.setattr("opentelemetry.sdk.trace.Span.set_attribute", lambda *_: 1 / 0)
     monkeypatch.setattr("opentelemetry.sdk.trace.Span.add_event", lambda *_: 1 / 0)
@@ -364,7 +361,47 @@ def test_failed_tracer_disturbs_no_request(monkeypatch: pytest.MonkeyPatch) -> N
         span.first_token(0.1)
         span.finish()
     monkeypatch.setattr("opentelemetry.sdk.trace.Tracer.start_span", lambda *_, **__: 1 / 0)
-    with tracing.request_span(GENERATE, METADATA) as other:
+    with request_span(tracing, GENERATE, METADATA) as other:
         assert other.trace_id == TRACE_ID
-    tracing.sequence_span(PARENT, arrived=0.0).fail(grpc.StatusCode.INTERNAL)
+    sequence_span(tracing, PARENT, arrived=0.0).fail(grpc.StatusCode.INTERNAL)
     assert failures()["traces"] >= before + 4
+
+
+def test_request_span_says_who_asked_and_for_what(recorder: Recorder) -> None:
+    facts = RequestFacts("m", "r", session_id="s1", tenant="gold", key="team-a", priority="high", is_json=True)
+    recorder.tracing.listens_at("[::1]:50051")
+    with request_span(recorder.tracing, GENERATE, operation=names.CHAT) as span:
+        span.request(facts, SamplingParams(stop_strings=("END", "x" * 200)))
+        span.usage(output_tokens=9, reasoning_tokens=4)
+    found = attributes(recorder.one(GENERATE))
+    wanted = {
+        "gen_ai.conversation.id": "s1",
+        "gen_ai.output.type": "json",
+        "gen_ai.request.stop_sequences": ("END", "x" * 64),
+        "gen_ai.usage.reasoning.output_tokens": 4,
+        "fissile.tenant": "gold",
+        "fissile.key.name": "team-a",
+        "fissile.priority": "high",
+        "server.address": "::1",
+        "server.port": 50051,
+    }
+    assert {name: found.get(name) for name in wanted} == wanted
+
+
+def test_wildcard_address_is_shown_as_host_name(recorder: Recorder) -> None:
+    recorder.tracing.listens_at("0.0.0.0:7")
+    with request_span(recorder.tracing, GENERATE):
+        pass
+    assert attributes(recorder.one(GENERATE))["server.address"] == socket.gethostname()
+
+
+def test_attempt_span_links_to_attempt_before(recorder: Recorder) -> None:
+    with request_span(recorder.tracing, GENERATE) as span:
+        span.attempt(1, "w0", began=1.0, ended=2.0, tokens=3, loss="died")
+        span.attempt(2, "w1", began=2.0, ended=3.0, tokens=4)
+        # The attempts of the next answer of the same call.
+        span.attempt(1, "w0", began=1.0, ended=2.0, tokens=0, loss="died")
+    attempts = [each for each in recorder.exporter.get_finished_spans() if each.name == names.ATTEMPT_SPAN]
+    linked = [[link.context.span_id for link in each.links] for each in attempts]
+    assert linked == [[], [attempts[0].context.span_id], []]
+    assert [each.status.status_code for each in attempts] == [StatusCode.ERROR, StatusCode.UNSET, StatusCode.ERROR]
