@@ -24,6 +24,8 @@ TOOLS = (
     "the generator",
     "MkDocs",
     "lm-eval",
+    "promtool",
+    "Prometheus",
 )
 # Facts of a machine that a strict run accepts; the beginning of a reason.
 ALLOWED = re.compile(
