@@ -146,6 +146,22 @@ async def error_of(call: Any) -> grpc.aio.AioRpcError:
     raise AssertionError(f"the call succeeded: {result}")
 
 
+async def miss_deadline(start: Callable[[float], Any], has_arrived: Callable[[], object]) -> float:
+    """Starts calls until the deadline of one passes after `has_arrived`. Returns its timeout in seconds.
+
+    On a busy machine a short deadline passes before the router has accepted the call: then it gets a longer one.
+    """
+    for timeout_s in (1.0, 5.0, 25.0):
+        missed, arrived = asyncio.ensure_future(error_of(start(timeout_s))), False
+        while not missed.done():
+            arrived = arrived or bool(has_arrived())
+            await asyncio.sleep(0.005)
+        assert (await missed).code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        if arrived:
+            return timeout_s
+    raise AssertionError("no call arrived before its deadline")
+
+
 def detail(error: grpc.aio.AioRpcError, kind: type[Message]) -> Any:
     status = rpc_status.from_call(error)
     found = kind()

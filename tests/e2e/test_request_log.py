@@ -42,9 +42,11 @@ from tests.e2e.router_bench import (
     error_of,
     heeds,
     log_of,
+    miss_deadline,
     request,
     until,
 )
+from tests.e2e.router_bench import running as running_streams
 from tests.e2e.worker_bench import ENDLESS, options, running
 from tests.e2e.worker_bench import request as direct
 from tests.e2e.worker_client import make_model_folder
@@ -119,9 +121,14 @@ async def test_unfinished_request_line_counts_delivered_tokens(lines: list[Line]
         assert line["status"] == "CANCELLED"
         assert line["completion_tokens"] >= got
         assert (line["prompt_tokens"], line["attempts"], line["worker_id"]) == (3, 1, "w0")
-        late = b.stub.Generate(request(request_id="late", params={"max_tokens": 4000}), timeout=2.5)
-        await error_of(late)
-        line = await line_of(lines, request_id="late")
+        worker.step_s = 0.05
+        timeout_s = await miss_deadline(
+            lambda timeout_s: b.stub.Generate(
+                request(request_id=f"late {timeout_s}", params={"max_tokens": 4000}), timeout=timeout_s
+            ),
+            lambda: any(stream.written_tokens for stream in running_streams(b.router)),
+        )
+        line = await line_of(lines, request_id=f"late {timeout_s}")
         assert line["status"] == "DEADLINE_EXCEEDED"
         assert line["completion_tokens"] > 0
 
@@ -129,10 +136,13 @@ async def test_unfinished_request_line_counts_delivered_tokens(lines: list[Line]
 async def test_log_line_of_queued_request_has_no_tokens(lines: list[Line]) -> None:
     """The deadline passes in the router's queue."""
     async with bench(FakeWorker(FILES, room_seqs=0, decoding=1)) as b:
-        await error_of(b.stub.Generate(request(request_id="waits"), timeout=2.5))
-        line = await line_of(lines, request_id="waits")
+        timeout_s = await miss_deadline(
+            lambda timeout_s: b.stub.Generate(request(request_id=f"waits {timeout_s}"), timeout=timeout_s),
+            lambda: len(b.router.dispatcher),
+        )
+        line = await line_of(lines, request_id=f"waits {timeout_s}")
     assert (line["status"], line["prompt_tokens"], line["completion_tokens"]) == ("DEADLINE_EXCEEDED", 3, 0)
-    assert line["queue_ms"] == line["duration_ms"] >= 250
+    assert line["queue_ms"] == line["duration_ms"] > 0
     assert not {"ttft_ms", "prefill_ms", "worker_id"} & set(line)
 
 
@@ -213,18 +223,27 @@ async def raw(b: Bench, method: str, message: bytes | None = None) -> grpc.Statu
     return await call.code()  # type: ignore[no-any-return]
 
 
+def late_lines(lines: list[Line]) -> list[Line]:
+    return ended(lines, method=GENERATE, status="DEADLINE_EXCEEDED")
+
+
 async def test_unparsable_request_has_log_line(lines: list[Line]) -> None:
     """The request is not a message, has no message, or names an unknown method."""
     async with bench() as b:
         assert await raw(b, GENERATE, b"\xff\xff") is grpc.StatusCode.INVALID_ARGUMENT
         assert await raw(b, "fissile.v1.InferenceService/Chat") is grpc.StatusCode.INVALID_ARGUMENT
         assert await raw(b, "fissile.v1.Other/Nothing", b"") is grpc.StatusCode.UNIMPLEMENTED
-        silent: Any = b.channel.stream_stream("/" + GENERATE)(timeout=2.5)
-        assert await silent.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        for timeout_s in (1.0, 5.0, 25.0):
+            silent: Any = b.channel.stream_stream("/" + GENERATE)(timeout=timeout_s)
+            assert await silent.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+            # On a busy machine a deadline may pass before the router has accepted the call.
+            with contextlib.suppress(AssertionError):
+                await until(lambda: late_lines(lines), timeout_s)
+                break
         assert (await line_of(lines, method=GENERATE, reason="MALFORMED_REQUEST"))["status"] == "INVALID_ARGUMENT"
         assert (await line_of(lines, reason="MALFORMED_REQUEST", method="fissile.v1.InferenceService/Chat"))["peer"]
         assert (await line_of(lines, method="fissile.v1.Other/Nothing"))["status"] == "UNIMPLEMENTED"
-        assert (await line_of(lines, method=GENERATE, status="DEADLINE_EXCEEDED"))["duration_ms"] > 200
+        assert late_lines(lines)[0]["duration_ms"] > 0
 
 
 async def test_calls_without_answers_are_logged_only_on_failure(lines: list[Line]) -> None:

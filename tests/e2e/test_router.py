@@ -34,6 +34,7 @@ from tests.e2e.router_bench import (
     collect,
     detail,
     error_of,
+    miss_deadline,
     request,
     until,
 )
@@ -492,7 +493,13 @@ async def test_spans_end_with_the_status_of_their_call(monkeypatch: pytest.Monke
             cancelled = b.stub.Generate(request(params={"max_tokens": 4000}), metadata=metadata)
             await cancelled.read()
             cancelled.cancel()
-            await error_of(b.stub.Generate(request(params={"max_tokens": 4000}), metadata=metadata, timeout=2.5))
+            worker.step_s = 0.05
+            await miss_deadline(
+                lambda timeout_s: b.stub.Generate(
+                    request(params={"max_tokens": 4000}), metadata=metadata, timeout=timeout_s
+                ),
+                lambda: len(worker.submitted) > 2,
+            )
             refused = await error_of(b.stub.Generate(request(params={"top_p": 0}), metadata=metadata))
             assert trace in dict(refused.trailing_metadata())["traceresponse"]
             await b.stub.ListModels(pb.ListModelsRequest(), metadata=metadata)

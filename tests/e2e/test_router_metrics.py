@@ -15,7 +15,7 @@ from fissile.v1 import inference_pb2 as pb
 from common.telemetry import names
 from router.api.tenants import TenantPolicy
 from tests.e2e.fake_worker import FakeWorker, short
-from tests.e2e.router_bench import FILES, bench, collect, error_of, request, until
+from tests.e2e.router_bench import FILES, bench, collect, error_of, miss_deadline, request, until
 from tests.otlp_receiver import OtlpReceiver, ReceivedPoint
 
 HISTOGRAMS = (names.SERVER_DURATION, names.SERVER_TTFT, names.SERVER_TPOT)
@@ -93,16 +93,20 @@ async def test_failures_are_counted_by_their_reasons(collector: Collector) -> No
         await until(lambda: not b.router.service.in_flight)
         await error_of(b.stub.Generate(request(model="no such model")))
         await error_of(b.stub.Generate(request(params={"max_tokens": 0})))
-        late = b.stub.Generate(request(params={"max_tokens": 3000}), timeout=2.5)
-        assert (await error_of(late)).code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        worker.step_s = 0.05
+        await miss_deadline(
+            lambda timeout_s: b.stub.Generate(request(params={"max_tokens": 3000}), timeout=timeout_s),
+            lambda: worker.running,
+        )
         for reason, labels in {
             "TENANT_LIMIT": {"FAULT": "client"},
             "CANCELLED": {"FAULT": "client", "REQUEST_MODEL": "m"},
             "UNKNOWN_MODEL": {"FAULT": "client"},
             "INVALID_FIELD": {"FAULT": "client"},
-            "DEADLINE_EXCEEDED": {"FAULT": "server", "REQUEST_MODEL": "m"},
         }.items():
             await collector.until(1, names.ROUTER_FAILED, ERROR_REASON=reason, **labels)
+        late = {"ERROR_REASON": "DEADLINE_EXCEEDED", "FAULT": "server", "REQUEST_MODEL": "m"}
+        await until(lambda: collector.value(names.ROUTER_FAILED, **late))
         for status in ("RESOURCE_EXHAUSTED", "CANCELLED", "NOT_FOUND", "INVALID_ARGUMENT"):
             await collector.until(1, names.SERVER_DURATION, ERROR_TYPE=status)
         # A model that is not served is no label.
