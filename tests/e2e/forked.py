@@ -1,9 +1,10 @@
-"""Worker processes forked from a process that has already imported PyTorch and the config classes of `transformers`.
+"""Workers and routers forked from a process that has already imported PyTorch, `transformers` and their modules.
 
-The imports take two thirds of the processor time that a worker needs until it serves: 1.9 of 2.7 seconds. A forked
-worker differs from another in three ways. It has the hash seed of the other forked workers, no `atexit` function runs
-when it ends, and PyTorch and gRPC have read their environment variables before. So a test of how a program starts or
-ends runs a new interpreter. Routers always do.
+The imports take two thirds of the processor time that a worker needs until it serves, 1.9 of 2.7 seconds, and more of
+a router's. A forked process differs from another in four ways. It has the hash seed of the other forked
+processes, PyTorch is loaded in a router too, no `atexit` function runs when it ends, and PyTorch and gRPC have read
+their environment variables before. So a test of how a program starts or ends, or of what it imports, runs a new
+interpreter.
 """
 
 from __future__ import annotations
@@ -23,14 +24,15 @@ from typing import Final
 
 _THREADS: Final = "OMP_NUM_THREADS"
 _ONE_THREAD: Final = "1"
+_PRELOADED: Final = ("torch", "transformers.models.auto.configuration_auto", "worker.cli.worker", "router.app")
 # As a worker sets them before it imports PyTorch and gRPC.
 _READ_BY_IMPORTS: Final = {_THREADS: _ONE_THREAD, "GRPC_VERBOSITY": "NONE"}
 
 
 def can_fork(arguments: Sequence[str], environment: Mapping[str, str]) -> bool:
-    """True for a worker with one thread in a test, except in `make chaos` and benchmarks, which measure."""
+    """True for a worker or router with one thread in a test, except in `make chaos` and benchmarks, which measure."""
     is_measured = "PYTEST_CURRENT_TEST" not in environment or environment.get("CHAOS_SCALE") == "full"
-    return arguments[0] == "worker" and environment.get(_THREADS) == _ONE_THREAD and not is_measured
+    return arguments[0] in ("worker", "router") and environment.get(_THREADS) == _ONE_THREAD and not is_measured
 
 
 class ForkedProcess:
@@ -87,7 +89,7 @@ class ForkedProcess:
 @cache
 def _fork_server() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "transformers.models.auto.configuration_auto", "worker.cli.worker"])
+    context.set_forkserver_preload(list(_PRELOADED))
     before = {name: os.environ.get(name) for name in _READ_BY_IMPORTS}
     os.environ.update(_READ_BY_IMPORTS)
     try:
