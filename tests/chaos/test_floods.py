@@ -52,7 +52,9 @@ def service(model: Path, ports: dict[str, int], tmp_path_factory: pytest.TempPat
     router = ["--admin-port", str(ports["router admin"]), "--health-port", str(ports["router health"])]
     worker = [*OPTIONS, "--health-port", str(ports["worker health"])]
     folder = tmp_path_factory.mktemp("floods")
-    with running_service(folder, model, worker_options=worker, router_options=router) as running:
+    # Not forked from a process with PyTorch, whose memory would count as theirs (tests/e2e/forked.py).
+    threads = {"OMP_NUM_THREADS": "2"}
+    with running_service(folder, model, worker_options=worker, router_options=router, environment=threads) as running:
         wait_workers(running, 1)
         yield running
 

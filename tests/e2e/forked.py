@@ -3,8 +3,8 @@
 The imports take two thirds of the processor time that a worker needs until it serves, 1.9 of 2.7 seconds, and more of
 a router's. A forked process differs from another in four ways. It has the hash seed of the other forked
 processes, PyTorch is loaded in a router too, no `atexit` function runs when it ends, and PyTorch and gRPC have read
-their environment variables before. So a test of how a program starts or ends, or of what it imports, runs a new
-interpreter.
+their environment variables before. So a test of how a program starts or ends, of what it imports, or of how
+much memory it takes runs a new interpreter.
 """
 
 from __future__ import annotations
