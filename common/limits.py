@@ -335,6 +335,9 @@ SSE_PING_S = 10.0
 MAX_BUFFERED_EVENTS = 256
 # Connections of a facade; how long browsers keep the answer to whether a page may call.
 MAX_HTTP_CONNECTIONS = 4096
+# Chunks of a request's body with fewer bytes.
+SMALL_CHUNK_BYTES = 64
+MAX_SMALL_CHUNKS = 4096
 # Bytes of all bodies that arrive at a facade at a time; beyond it the largest one is refused.
 MAX_UPLOAD_BYTES = 256 * MIB
 CORS_MAX_AGE_S = 600

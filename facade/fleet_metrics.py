@@ -43,7 +43,7 @@ def fleet_text(texts: Sequence[str]) -> str:
         metric, head = "", list[str]()
         for line in text.splitlines():
             if line.startswith("# "):
-                _, word, metric, *_ = line.split(" ", 3)
+                word, metric = (*line.split(" ", 3)[1:], "")[:2]
                 head = [*head, line] if word == "TYPE" else [line]
             elif metric.startswith(_PREFIX):
                 heads.setdefault(metric, head)

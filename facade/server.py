@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import gc
+import math
 import signal
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
 import click
@@ -28,9 +30,12 @@ from common.limits import (
     HANDSHAKE_TIMEOUT_S,
     MAX_HTTP_CONNECTIONS,
     MAX_METADATA_BYTES,
+    MAX_SMALL_CHUNKS,
     ROUTER_ENDING_S,
+    SLOW_CLIENT_TIMEOUT_S,
+    SMALL_CHUNK_BYTES,
 )
-from common.rpc.descriptors import raise_descriptor_limit
+from common.rpc.descriptors import max_connections, raise_descriptor_limit
 from common.rpc.tls import TlsError
 from common.telemetry.logs import setup_logging
 from common.telemetry.output import guard_standard_streams
@@ -47,20 +52,83 @@ _BAD_REQUEST: Final = (
 )
 
 
+class _BoundedParser(h11.Connection):
+    """Parser that refuses a body of many small chunks: each takes 20 us, and the event loop waits."""
+
+    _num_small = 0
+
+    def next_event(self) -> Any:
+        """As h11's.
+
+        Raises:
+            RemoteProtocolError: the bytes are no HTTP, or the body has more than MAX_SMALL_CHUNKS small chunks.
+        """
+        event = super().next_event()
+        if isinstance(event, h11.Request):
+            self._num_small = 0
+        elif isinstance(event, h11.Data) and event.chunk_end and len(event.data) < SMALL_CHUNK_BYTES:
+            self._num_small += 1
+            if self._num_small > MAX_SMALL_CHUNKS:
+                raise h11.RemoteProtocolError("too many small chunks")
+        return event
+
+
 class HttpConnection(H11Protocol):
-    """A connection with bounds: its first request has to arrive in time, and there is a limit of connections."""
+    """A connection with bounds.
+
+    Its first request arrives in time, heads and chunks cost little, its client reads, and there is a limit of
+    connections.
+    """
+
+    def __init__(self, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
+        self.conn = _BoundedParser(h11.SERVER, MAX_METADATA_BYTES)
+        self._reading: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Takes the connection; at MAX_HTTP_CONNECTIONS an idle one is closed for it, or it is refused."""
+        """Takes the connection; at the limit an idle one is closed for it, or it is refused."""
         super().connection_made(transport)
         self.app_state = {**self.app_state, "connection": self}
         self._wait_for_request()
-        if len(self.connections) > MAX_HTTP_CONNECTIONS:
+        if len(self.connections) > min(MAX_HTTP_CONNECTIONS, max_connections()):
             idle = (each for each in self.connections if isinstance(each, HttpConnection) and each.is_idle)
-            next(idle, self).abort()
+            # One that has sent nothing yet ends before others.
+            min(idle, key=HttpConnection.closes_at, default=self).abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Ends what the connection waits for."""
+        super().connection_lost(exc)
+        self._unset_keepalive_if_required()
+        if self._reading is not None:
+            self._reading.cancel()
+
+    def closes_at(self) -> float:
+        """Time of the event loop at which the connection ends if nothing arrives."""
+        return math.inf if self.timeout_keep_alive_task is None else self.timeout_keep_alive_task.when()
 
     def data_received(self, data: bytes) -> None:
         """Takes bytes; headers that arrive slowly do not extend their time."""
+        # The parser bounds the bytes of a head that is not whole, so it gets no more than that at a time.
+        for start in range(0, len(data), MAX_METADATA_BYTES):
+            if not self.transport.is_closing():
+                self._receive(data[start : start + MAX_METADATA_BYTES])
+
+    def on_response_complete(self) -> None:
+        """Waits for the next request, and for the client to read this response."""
+        super().on_response_complete()
+        self._check_reading(math.inf)
+
+    def _check_reading(self, unsent_before: float) -> None:
+        """Ends a connection whose client has read nothing for SLOW_CLIENT_TIMEOUT_S."""
+        if self._reading is not None:
+            self._reading.cancel()
+        unsent = self.transport.get_write_buffer_size()
+        if unsent >= unsent_before:
+            self.abort()
+        elif unsent:
+            self._reading = self.loop.call_later(SLOW_CLIENT_TIMEOUT_S, self._check_reading, unsent)
+
+    def _receive(self, data: bytes) -> None:
         timer, self.timeout_keep_alive_task = self.timeout_keep_alive_task, None
         super().data_received(data)
         if timer is None:
@@ -96,7 +164,20 @@ class HttpConnection(H11Protocol):
 
 
 class _Server(uvicorn.Server):
-    """Uvicorn without its signal handlers."""
+    """Uvicorn without its signal handlers, and with a bound of the time for TLS to begin."""
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listens at `sockets`."""
+        await super().startup([])
+        state = {"server_state": self.server_state, "app_state": self.lifespan.state}
+        made: Callable[[], HttpConnection] = functools.partial(HttpConnection, config=self.config, **state)
+        loop, tls = asyncio.get_running_loop(), self.config.ssl
+        timeout_s = None if tls is None else HANDSHAKE_TIMEOUT_S
+        for each in sockets or []:
+            listening = loop.create_server(
+                made, sock=each, ssl=tls, ssl_handshake_timeout=timeout_s, backlog=self.config.backlog
+            )
+            self.servers.append(await listening)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -156,8 +156,9 @@ class AnswerRunner:
             names = plan.names
             metadata = exchange.metadata(self._default_key)
             timeout_s = exchange.timeout_s
-            calls = [self._client.ask(each, timeout_s, metadata) for each in (plan.asked, *plan.beside)]
-            await exchange.respond_json(plan.shown(*await exchange.unless_closed(asyncio.gather(*calls))))
+            calls = (self._client.ask(each, timeout_s, metadata) for each in (plan.asked, *plan.beside))
+            answers = await exchange.unless_closed(asyncio.ensure_future(_all_answers(calls)))
+            await exchange.respond_json(plan.shown(*answers))
         except ClientGoneError:
             raise
         except Exception as error:
@@ -200,6 +201,16 @@ class AnswerRunner:
             self._writers.discard(writer)
             await writer.close()
             exchange.facts.update(_usage(streams))
+
+
+async def _all_answers(calls: Iterable[Coroutine[Any, Any, Any]]) -> Sequence[Any]:
+    """Answers of calls; if one fails, the others end."""
+    tasks = [asyncio.ensure_future(call) for call in calls]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
 
 
 def _question(parse: Callable[[bytes], QuestionPlan[Any]], body: bytes) -> QuestionPlan[Any]:

@@ -75,6 +75,11 @@ def test_counts_add_up_and_usage_is_averaged() -> None:
     assert "fissile_router_workers" not in kinds
 
 
+def test_text_of_another_exporter_adds_nothing() -> None:
+    other = "# HELP up x\n# TYPE up gauge\nup 1 1700000000\n# a comment\n# EOF\n"
+    assert values(fleet_text([other])) == {("fissile_http_routers", ""): 1}
+
+
 def test_no_router_is_a_text_without_models() -> None:
     assert values(fleet_text([])) == {("fissile_http_routers", ""): 0}
 
