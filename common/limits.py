@@ -366,6 +366,8 @@ STATUS_FLUSH_S = 1.0
 # Texts in the router: bytes of those that wait for the tokenizer or are in it, and of a part that cannot be cut.
 MAX_QUEUED_TEXT_BYTES = 64 * MIB
 MAX_UNCUT_TEXT_BYTES = MIB
+# Tokenizers whose places for cuts are kept.
+MAX_KNOWN_CUTS = 64
 # Largest answer of Tokenize or Detokenize, which clients accept without a setting; and largest text of Tokenize,
 # whose answer has up to 11 bytes for each byte of the text.
 MAX_TEXT_ANSWER_BYTES = 4 * MIB - 1024

@@ -14,6 +14,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from common.limits import MAX_KNOWN_CUTS
 from common.text.detokenizer import BYTE_LEVEL, BYTE_TOKEN, byte_level_bytes
 
 Ids = Callable[[str], Sequence[int]]
@@ -64,7 +65,6 @@ class TokenFloor:
 
 # Where texts may be cut, by tokenizer. To find it takes 50 ms, and routers read a tokenizer again when weights roll.
 _known_followers: Final[dict[tuple[bytes | str, ...], str]] = {}
-_MOST_KNOWN: Final = 64
 
 
 class Cuts:
@@ -94,7 +94,7 @@ class Cuts:
         followers = _known_followers.get(key)
         if followers is None:
             followers = "" if _looks_around(content) else "".join(_followers(content, encoders, pre_tokenize, added))
-            if len(_known_followers) >= _MOST_KNOWN:
+            if len(_known_followers) >= MAX_KNOWN_CUTS:
                 _known_followers.clear()
             _known_followers[key] = followers
         self._cut = re.compile(f"[^\\W_](?=[{followers}])") if followers else None

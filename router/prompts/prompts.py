@@ -444,11 +444,15 @@ def _tokenizer_of(model: ServedModel) -> Tokenizer:
 
 
 def _check_fewest(path: str, tokenizer: Tokenizer, text: str, model: ServedModel) -> Steps[None]:
-    """Refuses a text that has more tokens than the model takes, by a lower bound of their number."""
+    """Refuses a long text that has more tokens than the model takes, by a lower bound of their number.
+
+    Without it, a text that cannot be cut is encoded whole before it is refused, in a second for a megabyte.
+    """
+    if len(text) <= LONG_TEXT:
+        return
     fewest = tokenizer.fewest_tokens(text, model.max_model_len)
     if fewest >= model.max_model_len:
         raise PromptTooLongError(path, fewest, model.max_model_len, at_least=True)
-    return
     yield
 
 
@@ -476,9 +480,6 @@ def _chat_prompt(request: pb.ChatRequest, model: ServedModel, cache_salt: bytes)
     tools = template_tools(request)
     text = template.prompt(template_messages(request), tools, **template_arguments(request))
     reading = reading_of(request, model, text, tools)
-    if len(text) > LONG_TEXT:
-        yield from _check_fewest("messages", tokenizer, text, model)
-        yield
     prompt = yield from _text_prompt("messages", tokenizer, text, model, cache_salt, allow_special=True)
     return text, replace(prompt, reading=reading)
 
@@ -587,8 +588,9 @@ class _TextStep:
 
 def _text_ids(path: str, text: str, model: ServedModel) -> Steps[list[int]]:
     """Encodes a text; refuses it if the model has no room for its tokens."""
-    ids: list[int] = []
-    for piece in _pieces(path, _tokenizer_of(model), text):
+    tokenizer, ids = _tokenizer_of(model), list[int]()
+    yield from _check_fewest(path, tokenizer, text, model)
+    for piece in _pieces(path, tokenizer, text):
         ids += piece
         if len(ids) >= model.max_model_len:
             raise PromptTooLongError(path, len(ids), model.max_model_len, at_least=True)
@@ -610,6 +612,7 @@ def _score_prompt(path: str, ids: list[int], start: int, model: ServedModel, cac
 def _text_prompt(
     path: str, tokenizer: Tokenizer, text: str, model: ServedModel, cache_salt: bytes, *, allow_special: bool = False
 ) -> Steps[Prompt]:
+    yield from _check_fewest(path, tokenizer, text, model)
     pieces = _pieces(path, tokenizer, text, allow_special=allow_special)
     return (yield from _pieces_prompt(path, pieces, model, cache_salt))
 

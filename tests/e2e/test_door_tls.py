@@ -1,8 +1,12 @@
-"""Engine doors of a worker with TLS: who may call them, and a certificate that changes while they serve."""
+"""Engine doors of a worker with TLS: who may call them, new certificates, and what the log says of calls."""
 
 from __future__ import annotations
 
+import functools
+import json
 import ssl
+import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -25,32 +29,32 @@ LIMIT_S = 60.0
 PROMPT = [7, 8, 9]
 
 
-def openengine_answer(channel: grpc.Channel) -> list[int]:
+def openengine_answer(channel: grpc.Channel, limit_s: float | None = LIMIT_S) -> list[int]:
     stopping = opb.StoppingOptions(max_tokens=3, ignore_eos=True)
     request = opb.GenerateRequest(model="test", token_ids=opb.TokenIds(ids=PROMPT), stopping=stopping)
-    found = openengine.InferenceStub(channel).Generate(request, timeout=LIMIT_S)
+    found = openengine.InferenceStub(channel).Generate(request, timeout=limit_s)
     return [token.token_id for each in found for token in each.token.tokens]
 
 
-def vllm_engine_answer(channel: grpc.Channel) -> list[int]:
+def vllm_engine_answer(channel: grpc.Channel, limit_s: float | None = LIMIT_S) -> list[int]:
     params = vpb.SamplingParams(max_tokens=3, ignore_eos=True, top_p=1, repetition_penalty=1, n=1, temperature=0)
     tokenized = vpb.TokenizedInput(input_ids=PROMPT)
     request = vpb.GenerateRequest(tokenized=tokenized, sampling_params=params, stream=True)
-    found = VllmEngineStub(channel).Generate(request, timeout=LIMIT_S)
+    found = VllmEngineStub(channel).Generate(request, timeout=limit_s)
     return [token for each in found if each.HasField("chunk") for token in each.chunk.token_ids]
 
 
-def vllm_inference_answer(channel: grpc.Channel) -> list[int]:
+def vllm_inference_answer(channel: grpc.Channel, limit_s: float | None = LIMIT_S) -> list[int]:
     request = inference_pb2.GenerateRequest(
         token_ids=inference_pb2.TokenIds(ids=PROMPT),
         stopping=inference_pb2.StoppingCriteria(max_new_tokens=3, ignore_eos=True),
         response=inference_pb2.ResponseOptions(output_token_ids=True),
     )
-    found = inference_pb2_grpc.InferenceStub(channel).Generate(request, timeout=LIMIT_S)
+    found = inference_pb2_grpc.InferenceStub(channel).Generate(request, timeout=limit_s)
     return list(found.outputs.token_ids)
 
 
-ANSWERS: dict[str, Callable[[grpc.Channel], list[int]]] = {
+ANSWERS: dict[str, Callable[..., list[int]]] = {
     "openengine": openengine_answer,
     "vllm-engine": vllm_engine_answer,
     "vllm-inference": vllm_inference_answer,
@@ -75,7 +79,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Process, Pk
     arguments += ["--port", str(port), "--health-port", str(health_port), "--doors", ",".join(DOORS)]
     arguments += ["--tls-cert", str(pki.worker.cert), "--tls-key", str(pki.worker.key)]
     arguments += ["--tls-client-ca", str(pki.routers.cert), "--router-identity", ROUTER_IDENTITY]
-    worker = Process("worker", arguments, port, folder / "worker.log", health_port=health_port)
+    log = {"FISSILE_LOG_FORMAT": "json"}
+    worker = Process("worker", arguments, port, folder / "worker.log", log, health_port)
     with running([worker]):
         yield worker, pki
 
@@ -107,6 +112,28 @@ def test_door_serves_the_certificate_of_a_router_alone(site: tuple[Process, Pki]
     with grpc.insecure_channel(site[0].address) as channel, pytest.raises(grpc.RpcError) as caught:
         ANSWERS[door](channel)
     assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+@pytest.mark.parametrize("door", ANSWERS)
+def test_trace_and_deadline_that_a_door_gets_not_are_said_once(site: tuple[Process, Pki], door: str) -> None:
+    def said(least: int) -> Counter[str]:
+        """What the log has said of the door, when it has at least `least` lines: a thread writes it."""
+        end = time.monotonic() + LIMIT_S
+        while (found := lines()).total() < least:
+            assert time.monotonic() < end
+            time.sleep(0.02)
+        return found
+
+    def lines() -> Counter[str]:
+        *whole, _ = site[0].log.read_text().split("\n")
+        entries = [json.loads(line) for line in whole if line.startswith("{")]
+        return Counter(entry["event"] for entry in entries if entry.get("door") == door)
+
+    called(site, site[1].router_client, ANSWERS[door])
+    assert said(1) == {"a peer's call has no traceparent": 1}
+    for _ in range(2):
+        called(site, site[1].router_client, functools.partial(ANSWERS[door], limit_s=None))
+    assert said(2) == {"a peer's call has no traceparent": 1, "a peer's call has no deadline": 1}
 
 
 def test_new_certificate_of_a_worker_serves_the_next_call_of_every_door(site: tuple[Process, Pki]) -> None:

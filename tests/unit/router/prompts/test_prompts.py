@@ -83,6 +83,13 @@ async def test_too_long_text_is_refused_untokenized(monkeypatch: pytest.MonkeyPa
     chat = pb.ChatRequest(messages=[pb.ChatMessage(role="user", content="7" * 7_000_000)])
     with pytest.raises(PromptTooLongError):
         await encoder.for_chat(chat, served)
+    embed = pb.EmbedRequest(inputs=[pb.TextOrTokens(text="hi"), pb.TextOrTokens(text="中" * 300_000)])
+    monkeypatch.setattr(Tokenizer, "encode_pieces", lambda _, text, **__: iter([[7] * len(text)]))
+    with pytest.raises(PromptTooLongError) as refused:
+        await encoder.for_embed(embed, served)
+    # A bound: all of them would be 300,000.
+    assert str(refused.value.violations[0].problem).startswith("has at least ")
+    assert "300000" not in refused.value.violations[0].problem
     assert len(encoder) == 0
     encoder.close()
 
