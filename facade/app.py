@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import math
 import time
@@ -50,12 +51,15 @@ class FacadeHealth:
         self._client = client
         self._state = ""
         self._seen_at = -math.inf
+        self._lock = asyncio.Lock()
 
     async def respond(self, exchange: Exchange) -> None:
         """Responds with 200 if a router serves a model, else with 503."""
         exchange.is_probe = True
-        if time.monotonic() - self._seen_at > HEALTH_KEPT_S:
-            self._state, self._seen_at = await self._look(), time.monotonic()
+        # Probes that arrive meanwhile wait for the same answer.
+        async with self._lock:
+            if time.monotonic() - self._seen_at > HEALTH_KEPT_S:
+                self._state, self._seen_at = await self._look(), time.monotonic()
         state = "ending" if self.is_ending else self._state
         await exchange.respond_json({"status": state}, 200 if state == "ok" else 503)
 

@@ -15,6 +15,7 @@ import openai
 import pytest
 from structlog.testing import capture_logs
 
+from facade import app
 from facade.http.exchange import EVENT
 from tests.e2e.fake_worker import FakeWorker
 from tests.e2e.http_bench import HttpBench, facade_of
@@ -214,6 +215,24 @@ async def test_wrong_path_or_method_is_refused_in_form_of_door_and_logged(
     assert (line["method"], line["status"], line["reason"]) == (f"{method} {path}", status, reason)
 
 
+async def test_probes_at_once_ask_the_routers_once(
+    served: tuple[Bench, HttpBench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    health, asked = served[1].facade.app.health, list[str]()
+    look = health._look
+
+    async def counted() -> str:
+        asked.append("")
+        return await look()
+
+    monkeypatch.setattr(health, "_look", counted)
+    # No answer gets old while the probes run.
+    monkeypatch.setattr(app, "HEALTH_KEPT_S", 1e9)
+    answers = await asyncio.gather(*(served[1].http.get("/health") for _ in range(20)))
+    assert {answer.status_code for answer in answers} == {200}
+    assert len(asked) == 1
+
+
 async def test_large_body_is_refused(served: tuple[Bench, HttpBench]) -> None:
     text = json.dumps(SAY | {"messages": [{"role": "user", "content": "a" * (17 << 20)}]})
     with contextlib.suppress(OSError):
@@ -223,8 +242,7 @@ async def test_large_body_is_refused(served: tuple[Bench, HttpBench]) -> None:
 
 
 async def test_unfinished_uploads_refuse_the_largest_alone(served: tuple[Bench, HttpBench]) -> None:
-    app = served[1].facade.app
-    app.uploads._most_bytes = 1 << 20
+    served[1].facade.app.uploads._most_bytes = 1 << 20
     head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: a\r\ncontent-length: 8000000\r\n\r\n"
     small_reader, small = await _connect(served[1])
     small.write(head + b" " * 1000)

@@ -301,9 +301,9 @@ class DoorAdapter:
                 for seq in seqs
             ]
         )
-        self._live[request_id] = call
-        self.engine.submit(*call.answers)
         try:
+            self._live[request_id] = call
+            self.engine.submit(*call.answers)
             yield call
         except asyncio.CancelledError:
             # Peers such as Dynamo leave with the last message, before the status.

@@ -6,6 +6,7 @@ that ends with OK. LoRA and KV sessions answer as the protocol says for an engin
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Iterable
 
@@ -181,6 +182,9 @@ class OpenEngineControl(rpc.ControlServicer):
                     await context.write(pb.SubscribeKvEventsResponse(batch=self._batch(batch)))
         except ApiError as error:
             await context.write(pb.SubscribeKvEventsResponse(error=engine_error(error, self._adapter.state)))
+        except grpc.aio.InternalError:
+            # gRPC raises this when the peer disconnects during a write; it is no fault of this process.
+            raise asyncio.CancelledError from None
 
     def _abort(self, request: pb.AbortRequest) -> pb.AbortResponse:
         target = request.WhichOneof("target")

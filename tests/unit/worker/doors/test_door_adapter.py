@@ -8,11 +8,13 @@ import json
 import re
 from collections.abc import AsyncIterator, Iterator, Mapping
 from typing import Any
+from unittest.mock import AsyncMock, Mock
 
 import grpc
 import numpy as np
 import pytest
 import pytest_asyncio
+from fissile.peers.openengine.v1 import openengine_pb2 as openengine
 from structlog.testing import capture_logs
 
 from common.errors import ApiError
@@ -29,6 +31,7 @@ from worker.doors.door_request import (
     EngineDoor,
     FinishKind,
 )
+from worker.doors.openengine_service import OpenEngineControl
 from worker.llm_engine import LLMEngine
 from worker.server import Worker
 
@@ -251,6 +254,26 @@ async def test_id_of_a_live_request_is_refused(adapter: DoorAdapter) -> None:
             await answered(adapter, DoorRequest(PROMPT, {}, request_id="twice"))
     assert raised.value.code is grpc.StatusCode.ALREADY_EXISTS
     await answered(adapter, DoorRequest(PROMPT, {"max_tokens": 2}, request_id="twice"))
+
+
+async def test_subscriber_that_leaves_during_a_write_is_no_fault(adapter: DoorAdapter) -> None:
+    context = fake_context()
+    context.send_initial_metadata = AsyncMock()
+    context.write = AsyncMock(side_effect=grpc.aio.InternalError("the peer is gone"))
+    with pytest.raises(asyncio.CancelledError):
+        await OpenEngineControl(adapter).SubscribeKvEvents(
+            openengine.SubscribeKvEventsRequest(include_snapshot=True), context
+        )
+
+
+async def test_request_that_cannot_be_submitted_leaves_its_id_free(
+    adapter: DoorAdapter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(adapter.engine, "submit", Mock(side_effect=RuntimeError("no engine")))
+        with pytest.raises(RuntimeError):
+            await answered(adapter, DoorRequest(PROMPT, {}, request_id="again"))
+    await answered(adapter, DoorRequest(PROMPT, {"max_tokens": 2}, request_id="again"))
 
 
 async def test_too_many_sequences_are_refused(adapter: DoorAdapter, monkeypatch: pytest.MonkeyPatch) -> None:
