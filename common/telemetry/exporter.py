@@ -26,10 +26,11 @@ from opentelemetry.sdk.metrics.export import (
     PeriodicExportingMetricReader,
 )
 from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 
 from common.limits import MAX_EXPORTED_SERIES
+from common.telemetry.tail_sampling import RecordAll, SlowSpanKeeper
 from common.version import fissile_version
 
 log = structlog.get_logger(__name__)
@@ -87,12 +88,17 @@ class TraceExport:
     Args:
         service_name: `service.name`, unless OTEL_SERVICE_NAME is set.
         instance_id: `service.instance.id`.
+        slow_s: keeps the spans of requests that take at least this time, or fail; None leaves it to the sampler.
     """
 
-    def __init__(self, service_name: str, instance_id: str) -> None:
+    def __init__(self, service_name: str, instance_id: str, slow_s: float | None = None) -> None:
         self._exporter = _SpanExporter()
         self.provider = TracerProvider(resource=_resource(service_name, instance_id), shutdown_on_exit=False)
-        self.provider.add_span_processor(BatchSpanProcessor(self._exporter))
+        processor: SpanProcessor = BatchSpanProcessor(self._exporter)
+        if slow_s is not None:
+            self.provider.sampler = RecordAll(self.provider.sampler)
+            processor = SlowSpanKeeper(processor, slow_s)
+        self.provider.add_span_processor(processor)
 
     def shutdown(self, timeout_s: float) -> None:
         """Sends the remaining spans; gives up after `timeout_s`."""

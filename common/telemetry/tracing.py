@@ -48,16 +48,17 @@ _SERVER_ERRORS: Final = frozenset(
 )
 
 
-def setup_tracing(service_name: str, instance_id: str) -> SpanFactory:
+def setup_tracing(service_name: str, instance_id: str, slow_s: float | None = None) -> SpanFactory:
     """Tracing by the environment's settings: off unless OTEL_EXPORTER_OTLP_ENDPOINT is set.
 
     Args:
         service_name: `service.name`, unless OTEL_SERVICE_NAME is set.
         instance_id: `service.instance.id`, unique per process start.
+        slow_s: requests of at least this time, and failed ones, are kept whatever the sampler says; None keeps none.
     """
     if not exporter.endpoint():
         return SpanFactory()
-    export = exporter.TraceExport(service_name, instance_id)
+    export = exporter.TraceExport(service_name, instance_id, slow_s)
     return SpanFactory(export.provider, export)
 
 

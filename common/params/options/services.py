@@ -308,6 +308,12 @@ _SECURITY: Final = (
 
 _PROCESS: Final = (
     Option(
+        "--trace-slow", "FISSILE_TRACE_SLOW",
+        "Keep the traces of requests that take at least this time, and of failed ones, whatever OTEL_TRACES_SAMPLER "
+        "says; costs as much as tracing all. Default: the sampler decides alone.",
+        (SERVE, WORKER, ROUTER), Duration(), parameter="trace_slow_s", is_passed_on=True,
+    ),
+    Option(
         "--drain-timeout", "FISSILE_DRAIN_TIMEOUT", "How long running requests may continue after SIGTERM or Ctrl-C.",
         (SERVE, WORKER), Duration(), DRAIN_TIMEOUT_S,
     ),

@@ -87,6 +87,25 @@ def test_otel_sampler_and_service_variables_apply(receiver: OtlpReceiver, monkey
     assert (recorded.trace_id, recorded.service) == ("2" * 32, "routers-of-mine")
 
 
+def test_slow_and_failed_requests_are_exported_whatever_the_sampler_says(
+    receiver: OtlpReceiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER", "always_off")
+    for instance, slow_s in (("all", 0.0), ("failed", 1000.0)):
+        tracing = setup_tracing("fissile-router", instance, slow_s)
+        for error in (None, grpc.StatusCode.UNAVAILABLE):
+            with request_span(tracing, GENERATE) as span:
+                span.phase(names.QUEUE_SPAN, 1.0, 2.0)
+                if error is not None:
+                    span.fail(error)
+        tracing.shutdown(PATIENT_S)
+    receiver.wait_for(GENERATE)
+    found = [(span.instance, span.name, span.status) for span in receiver.spans]
+    for name, status in ((names.QUEUE_SPAN, "UNSET"), (GENERATE, "ERROR")):
+        assert found.count(("failed", name, status)) == 1
+    assert sorted(instance for instance, _, _ in found) == ["all"] * 4 + ["failed"] * 2
+
+
 def dead_collector_costs_one_warning(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The shutdown also returns, though the SDK would wait for an hour."""
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", endpoint)
