@@ -181,7 +181,9 @@ def test_serve_list_generate_and_stop(serve: Callable[..., Serve], simulated: st
     assert [model["name"] for model in models] == ["mine"]
     assert "CAPABILITY_CHAT" in models[0]["capabilities"]
 
-    asked = fissile("generate", *at, "--max-tokens", "12", "--ignore-eos", "hello")
+    asked = fissile("generate", *at, "--max-tokens", "12", "--ignore-eos", "--trace", "hello")
+    stages = [line.split() for line in asked.stderr.splitlines() if line.endswith("|")]
+    assert {"prefill", "decode"} <= {stage[0] for stage in stages}, asked.stderr
     assert (asked.returncode, bool(asked.stdout.strip())) == (0, True), asked.stderr
     figures = FIGURES.search(asked.stderr)
     assert figures is not None

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ from fissile.client import AsyncClient
 from fissile.v1 import inference_pb2 as pb
 
 from common.cli.client.proof import write_proof
+from common.cli.client.waterfall import stages_of, waterfall
 from common.cli.core.client import CommandAnswer, Credentials, Question, ask, client_arguments
 from common.cli.core.console import TextStream, fitted
 from common.cli.core.errors import CommandError
@@ -81,9 +83,18 @@ def read_prompt(argument: str | None) -> str:
 
 
 async def ask_router(
-    addresses: Sequence[str], question: Question, timeout_s: float, credentials: Credentials, *, as_json: bool
+    addresses: Sequence[str],
+    question: Question,
+    timeout_s: float,
+    credentials: Credentials,
+    *,
+    as_json: bool,
+    has_waterfall: bool = False,
 ) -> CommandAnswer:
-    """Asks running routers; prints the answer as it streams and its figures, or one JSON object at the end."""
+    """Asks running routers; prints the answer as it streams and its figures, or one JSON object at the end.
+
+    `has_waterfall`: below the figures, it also prints how long each stage took.
+    """
     shown = TextStream(quiet=as_json)
     async with AsyncClient(**client_arguments(addresses, credentials)) as client:
         try:
@@ -96,6 +107,9 @@ async def ask_router(
         for line in answer.logprob_lines():
             click.echo(line, err=True)
         click.echo(fitted(answer.figures()), err=True)
+        if has_waterfall:
+            for line in waterfall(stages_of(answer.finish.timings), shutil.get_terminal_size().columns):
+                click.echo(line, err=True)
     return answer
 
 
@@ -120,8 +134,17 @@ _MODES: Final = (
         lambda given: given["offline"] is not None,
         "no router is called",
         unused=frozenset(
-            {"addresses", "model", "api_key", "timeout", "tls", "tls_ca", "tls_name", "client_cert", "client_key"}
+            {
+                *("addresses", "model", "api_key", "timeout", "tls", "tls_ca", "tls_name", "client_cert", "client_key"),
+                "has_waterfall",
+            }
         ),
+    ),
+    Mode(
+        "with --json",
+        lambda given: given["as_json"],
+        "`timings_ms` has the times",
+        unused=frozenset({"has_waterfall"}),
     ),
     Mode(
         "without --receipt",
@@ -153,6 +176,7 @@ def generate(
     credentials: Credentials,
     timeout: float,
     as_json: bool,
+    has_waterfall: bool,
     offline: str | None,
     receipt: Path | None,
     logits_every: int,
@@ -170,7 +194,8 @@ def generate(
     if offline is not None:
         generate_offline(offline, question, as_json=as_json)
         return
-    answer = asyncio.run(ask_router(addresses, question, timeout, credentials, as_json=as_json))
+    asked = ask_router(addresses, question, timeout, credentials, as_json=as_json, has_waterfall=has_waterfall)
+    answer = asyncio.run(asked)
     if receipt is not None:
         write_proof(receipt, answer)
 

@@ -82,6 +82,10 @@ _QUESTIONS: Final = (
         ("generate",), metavar="MODEL",
     ),
     Option(
+        "--trace", "FISSILE_SHOW_TRACE", "Draw how long each stage of the request took.",
+        ("generate",), default=False, parameter="has_waterfall", is_flag=True,
+    ),
+    Option(
         "--receipt", "FISSILE_RECEIPT",
         "Write the answer's receipt, with the request and the token ids, to FILE, for `fissile verify`.",
         ("generate",), FILE, metavar="FILE",

@@ -111,6 +111,7 @@ ON = {
     ("router", "without --admin-port"): "",
     ("router", "without --audit and --audit-kv"): "--no-audit-kv",
     ("generate", "with --offline"): "hello --offline m",
+    ("generate", "with --json"): "hello --json",
     ("generate", "without --receipt"): "hello",
     ("generate", "with --text"): "hello --text",
     ("generate", "without --logprobs, --logprob-token-id or --prompt-logprobs"): "hello",

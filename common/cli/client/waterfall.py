@@ -1,0 +1,71 @@
+"""Waterfall of one request for a terminal: a bar for each stage, where it begins and how long it is. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+from fissile.v1 import inference_pb2 as pb
+
+from common.rpc.durations import to_seconds
+
+# Columns before the bars, without the name of the stage: two blanks, the time, its share, and a blank.
+_FIGURES: Final = 20
+_LEAST_BAR: Final = 10
+_BAR: Final = "#"
+
+
+class StageTime(NamedTuple):
+    """Time of a request in one stage, all visits together.
+
+    Attributes:
+        name: of the stage.
+        seconds: time in it.
+        note: what caused it, "" if that is unknown.
+    """
+
+    name: str
+    seconds: float
+    note: str = ""
+
+
+def stages_of(timings: pb.Timings) -> list[StageTime]:
+    """The stages of a finished answer, in the order in which a request passes them; they add up to its total."""
+    total_s, ttft_s = to_seconds(timings.total), to_seconds(timings.ttft)
+    queue_s, prefill_s = to_seconds(timings.queue), to_seconds(timings.prefill)
+    first_s = max(0.0, ttft_s - queue_s - prefill_s)
+    stages = (
+        StageTime("queue", queue_s),
+        StageTime("prefill", prefill_s),
+        StageTime("first token on its way", first_s),
+        StageTime("decode", max(0.0, total_s - ttft_s)),
+    )
+    return [stage for stage in stages if stage.seconds > 0]
+
+
+def waterfall(stages: Sequence[StageTime], columns: int) -> list[str]:
+    """One line for each stage, none wider than `columns`: name, milliseconds, share of the whole, bar, note.
+
+    A bar begins where the one before ends. Stages that take turns, such as decoding beside a neighbour's prompt, are
+    each drawn in one piece. A stage of some time has at least one mark.
+
+    Args:
+        stages: in order; their times add up to the whole.
+        columns: width of the terminal.
+    """
+    total_s = sum(stage.seconds for stage in stages)
+    if total_s <= 0:
+        return []
+    widest = max(len(stage.name) for stage in stages)
+    room = max(_LEAST_BAR, columns - widest - _FIGURES - 2)
+    lines, begun_s = [], 0.0
+    for stage in stages:
+        start = min(room - 1, int(room * begun_s / total_s))
+        begun_s += stage.seconds
+        end = max(start + 1, round(room * begun_s / total_s))
+        bar = (" " * start + _BAR * (end - start)).ljust(room)
+        figures = f"  {stage.seconds * 1e3:9.1f} ms {stage.seconds / total_s:4.0%} "
+        lines.append(f"{stage.name:{widest}}{figures}|{bar}|"[:columns])
+        if stage.note:
+            lines.append(f"{'':{widest}}  {stage.note}"[:columns])
+    return lines
