@@ -20,6 +20,7 @@ from router.api.request_builder import RequestBuilder
 from router.model_registry import ModelRegistry, ServedModel
 from router.requests.request_router import RequestRouter
 from router.requests.stream import RequestStream, RoutedRequest
+from router.scheduling.queued_request import PlacementChoice
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +177,7 @@ async def _read_to_the_end(stream: RequestStream) -> None:
         pass
 
 
-def _ignore_submission(worker_id: str) -> None:
+def _ignore_submission(worker_id: str, choice: PlacementChoice | None) -> None:
     """A replay does not trace to which worker it was submitted."""
 
 

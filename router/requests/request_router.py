@@ -23,7 +23,7 @@ from common.process.tasks import failed
 from router.answers.stream_assembly import StreamAssembly
 from router.model_registry import ModelRegistry
 from router.requests.running import DISPATCHING, RunningRequests
-from router.requests.stream import ReplacedError, RequestStream, RoutedRequest, WritePacer
+from router.requests.stream import ReplacedError, RequestStream, RoutedRequest, SubmitListener, WritePacer
 from router.scheduling.dispatcher import ClassLoad, Dispatcher
 from router.scheduling.failover import DEFAULT_FAILOVER, FailoverOptions
 from router.scheduling.lanes import LaneCounts
@@ -88,7 +88,7 @@ class RequestRouter:
         self,
         request: RoutedRequest,
         assembly: StreamAssembly,
-        on_submit: Callable[[str], None],
+        on_submit: SubmitListener,
         earlier: RequestStream | None = None,
         lead: RequestStream | None = None,
     ) -> RequestStream:
@@ -97,7 +97,7 @@ class RequestRouter:
         Args:
             request: the request.
             assembly: collects its answer.
-            on_submit: called with the worker's id at every submission.
+            on_submit: called with the worker's id, and why it was chosen, at every submission.
             earlier: a closed stream of the same request that failed with ReplacedError; the new one takes its place.
             lead: for a further answer to a prompt, the stream of the first answer.
 

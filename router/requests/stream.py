@@ -10,7 +10,7 @@ from array import array
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeAlias
 
 import grpc
 from fissile.receipts import RequestDigest
@@ -30,10 +30,12 @@ from router.answers.channel_reader import ChannelTerms
 from router.answers.stream_assembly import StreamAssembly
 from router.answers.stream_chunk import StreamChunk
 from router.scheduling.failover import Attempts
-from router.scheduling.queued_request import QueuedRequest
+from router.scheduling.queued_request import PlacementChoice, QueuedRequest
 from router.workers.session import Session
 from router.workers.session_state import Adoption, Submission
 
+# Gets a worker's id, and why the placement chose it.
+SubmitListener: TypeAlias = Callable[[str, PlacementChoice | None], None]
 _CALL_ID_CHARS: Final = string.ascii_letters + string.digits
 
 
@@ -249,7 +251,7 @@ class RequestStream:
     Only that handler calls `next`.
 
     Attributes:
-        on_submit: called with the worker's id at every submission.
+        on_submit: called with the worker's id, and why it was chosen, at every submission.
         session: the session it runs on, None while it is queued.
         rid: id of the current attempt.
         written_tokens: tokens written to the client.
@@ -266,7 +268,7 @@ class RequestStream:
         queued: QueuedRequest,
         request: RoutedRequest,
         assembly: StreamAssembly,
-        on_submit: Callable[[str], None],
+        on_submit: SubmitListener,
         pacer: WritePacer,
     ) -> None:
         self.queued = queued
@@ -415,5 +417,5 @@ class RequestStream:
         self.attempts.begin(session.worker_id, session.numerics, have, now, alone=alone)
         self.assembly.worker_id = session.worker_id
         self.worker_version = session.version
-        self.on_submit(session.worker_id)
+        self.on_submit(session.worker_id, self.queued.choice)
         self.assembly.begin_attempt()

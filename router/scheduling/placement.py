@@ -18,7 +18,7 @@ from typing import Final
 from common.limits import MAX_INDEX_ENTRIES, MAX_SESSIONS
 from router.scheduling.lane import Lane
 from router.scheduling.prefix_index import PrefixIndex
-from router.scheduling.queued_request import PrefixLookup, QueuedRequest
+from router.scheduling.queued_request import PlacementChoice, PrefixLookup, QueuedRequest
 
 # Assumed speed of workers that have reported none, tokens per second.
 _ASSUMED_RATE = 10_000.0
@@ -121,6 +121,7 @@ class RoundRobin(Placement):
         """The next lane in turn."""
         turn = self._turns.get(request.model, 0)
         self._turns[request.model] = turn + 1
+        request.choice = PlacementChoice("turn", len(lanes))
         return lanes[turn % len(lanes)]
 
 
@@ -199,6 +200,7 @@ class LeastLoad(Placement):
 
     def choose(self, request: QueuedRequest, lanes: Sequence[Lane], now: float) -> Lane:
         """The least loaded lane."""
+        request.choice = PlacementChoice("load", len(lanes))
         order = self._orders[request.model]
         if len(lanes) == len(order.lanes):
             return order.least(1)[0]
@@ -245,7 +247,8 @@ class LeastLoad(Placement):
             Move(other, _work(request, hits.get(other.worker, 0))) for other in others if _may_serve(request, other)
         ]
         best = min(found, key=lambda other: cost_s(other.lane, other.work), default=None)
-        if best is not None and cost_s(best.lane, best.work) < bound:
+        if best is not None and (there := cost_s(best.lane, best.work)) < bound:
+            request.choice = PlacementChoice("moved", len(names), request.tokens - best.work, there)
             return best
         return stays if stays.work != request.work else None
 
@@ -305,6 +308,8 @@ class SessionAffinity(LeastLoad):
         subset = len(lanes) < len(self.lanes(request.model))
         if known is None or (subset and known not in lanes):
             known = super().choose(request, lanes, now)
+        else:
+            request.choice = PlacementChoice("session", len(lanes))
         self._sessions.note(request, known.worker)
         return known
 
@@ -372,9 +377,15 @@ class PrefixAware(LeastLoad):
         candidates = self._candidates(request, lanes, owners)
         hits = self._hits(request, candidates, depth, owners, now)
         request.lookup = PrefixLookup(now, depth, hits)
-        best = min(candidates.values(), key=lambda lane: self.cost_s(request, lane, hits[lane.worker], now))
+        costs = {name: self.cost_s(request, lane, hits[name], now) for name, lane in candidates.items()}
+        best = candidates[min(costs, key=lambda name: costs[name])]
+        hit = hits[best.worker]
+        reason = "prefix" if hit else "session" if self._sessions.find(request) == best.worker else "load"
         self._sessions.note(request, best.worker)
-        request.work = _work(request, hits[best.worker])
+        request.work = _work(request, hit)
+        request.choice = PlacementChoice(
+            reason, len(candidates), request.tokens - request.work if hit else 0, costs[best.worker][0]
+        )
         return best
 
     def _candidates(self, request: QueuedRequest, lanes: Sequence[Lane], owners: Sequence[str]) -> dict[str, Lane]:

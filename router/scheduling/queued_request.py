@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
 from common.params.names import PRIORITIES
 
@@ -44,6 +44,22 @@ class PrefixLookup:
     hits: Mapping[str, int] = field(default_factory=dict)
 
 
+class PlacementChoice(NamedTuple):
+    """Why a placement chose a request's worker.
+
+    Attributes:
+        reason: `prefix` (cached prefix), `session`, `load`, `turn`, or `moved`: it waited, and another lane was sooner.
+        candidates: number of workers that were compared.
+        cached_tokens: prompt tokens that the worker probably has cached.
+        estimate_s: expected time to the end of its prefill, seconds; None if the policy compares none.
+    """
+
+    reason: str
+    candidates: int
+    cached_tokens: int = 0
+    estimate_s: float | None = None
+
+
 @dataclass(slots=True)
 class QueuedRequest:
     """A request as the dispatcher knows it.
@@ -74,6 +90,7 @@ class QueuedRequest:
         lead: for a further answer to a prompt, the request of the first answer; the answers share a worker if possible.
         shared_tokens: prompt tokens that a further answer takes from `lead` on the same worker.
         worker: the worker that it was last bound to; "" before.
+        choice: why the placement chose its lane; written by the placement.
     """
 
     key: int
@@ -101,6 +118,7 @@ class QueuedRequest:
     lead: QueuedRequest | None = None
     shared_tokens: int = 0
     worker: str = ""
+    choice: PlacementChoice | None = None
 
     @property
     def charged_tokens(self) -> int:

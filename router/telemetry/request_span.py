@@ -21,6 +21,7 @@ from common.telemetry.prometheus import current_traceparent
 from common.telemetry.request_record import shown
 from common.telemetry.trace_context import Metadata, extract, inject, trace_id_of, with_operation
 from common.telemetry.tracing import OpenSpan, SpanFactory, usage_attributes
+from router.scheduling.queued_request import PlacementChoice
 
 _INT64_MAX: Final = 2**63 - 1
 # Stop strings in a span, and characters of each.
@@ -115,8 +116,8 @@ class RequestSpan:
     def request(self, facts: RequestFacts, params: SamplingParams) -> None:
         """Notes that the request has been validated."""
 
-    def submitted(self, worker_id: str) -> None:
-        """Notes that the request has been submitted to a worker."""
+    def submitted(self, worker_id: str, choice: PlacementChoice | None = None) -> None:
+        """Notes that the request has been submitted to a worker, and why to this one."""
 
     def attempt(self, number: int, worker_id: str, *, began: float, ended: float, tokens: int, loss: str = "") -> None:
         """Records one of several attempts of the request, after its end: a worker that died sends no span of its own.
@@ -205,9 +206,18 @@ class RecordedRequestSpan(RequestSpan):
         self._open.span.set_attributes({**facts.attributes(self._operation), **_request_attributes(params)})
 
     @harmless("traces")
-    def submitted(self, worker_id: str) -> None:
+    def submitted(self, worker_id: str, choice: PlacementChoice | None = None) -> None:
         """Adds an event."""
-        self._open.span.add_event(names.SUBMITTED_EVENT, {names.WORKER_ID: worker_id})
+        attributes: dict[str, AttributeValue] = {names.WORKER_ID: worker_id}
+        if choice is not None:
+            attributes |= {
+                names.PLACEMENT_REASON: choice.reason,
+                names.PLACEMENT_CANDIDATES: choice.candidates,
+                names.PLACEMENT_CACHED_TOKENS: choice.cached_tokens,
+            }
+            if choice.estimate_s is not None:
+                attributes[names.PLACEMENT_ESTIMATE] = round(1e3 * choice.estimate_s, 3)
+        self._open.span.add_event(names.SUBMITTED_EVENT, attributes)
 
     @harmless("traces")
     def attempt(self, number: int, worker_id: str, *, began: float, ended: float, tokens: int, loss: str = "") -> None:

@@ -172,7 +172,7 @@ class Fleet:
             if site.gone.is_set():
                 answer.token_ids = before
                 raise RouterGoneError
-        stream = service.requests.open(request, assembly, lambda worker: None)
+        stream = service.requests.open(request, assembly, lambda worker, choice: None)
         try:
             while answer.reason is None:
                 answer.reason = await site.next(stream)

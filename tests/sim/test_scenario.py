@@ -134,7 +134,7 @@ class Scenario:
         )
         logits = LogitChain(len(outcome.prompt), outcome.logits_every) if outcome.logits_every else None
         assembly = StreamAssembly(len(outcome.prompt), text=AnswerText(None), return_token_ids=True, logit_chain=logits)
-        stream = service.requests.open(request, assembly, lambda worker: None)
+        stream = service.requests.open(request, assembly, lambda worker, choice: None)
         try:
             while outcome.reason is None:
                 part = await stream.next()

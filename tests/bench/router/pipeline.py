@@ -86,7 +86,7 @@ def _stream(tokenizer: Tokenizer, key: int, *, token_ids: bool) -> RequestStream
     params = SamplingParams(max_tokens=10**6)
     request = RoutedRequest("m", "m", PROMPT, params, seed=0, chain_hash=0, arrival=0.0)
     assembly = StreamAssembly(len(PROMPT), text=AnswerText(tokenizer.decode_stream()), return_token_ids=token_ids)
-    return RequestStream(QueuedRequest(key, "m", len(PROMPT), 0.0), request, assembly, lambda _: None, WritePacer())
+    return RequestStream(QueuedRequest(key, "m", len(PROMPT), 0.0), request, assembly, lambda *_: None, WritePacer())
 
 
 def token_rows(tokenizer: Tokenizer, counts: Sequence[int], rounds: int) -> list[Row]:

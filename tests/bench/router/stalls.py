@@ -113,7 +113,7 @@ async def decision_ms(workers: int) -> float:
     params = SamplingParams(max_tokens=10)
     for _ in range(workers):
         request = RoutedRequest("m", MODEL.identity, array("I", [1] * 10), params, 0, 0, time.monotonic())
-        requests.open(request, StreamAssembly(10, text=AnswerText(None)), lambda worker: None)
+        requests.open(request, StreamAssembly(10, text=AnswerText(None)), lambda worker, choice: None)
     requests.dispatch_now()
     taken = []
     for turn in range(200):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from array import array
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,7 +19,7 @@ from router.answers.stream_assembly import StreamAssembly
 from router.model_registry import ModelRegistry, ServedModel, TextAssets
 from router.prompts.tokenizer_store import TokenizerStore
 from router.requests.request_router import RequestRouter
-from router.requests.stream import RequestStream, RoutedRequest
+from router.requests.stream import RequestStream, RoutedRequest, SubmitListener
 from router.scheduling.placement import PLACEMENTS
 from router.workers import worker_pool
 from router.workers.orphans import OrphanTable
@@ -73,7 +72,7 @@ class Site:
         self.pool.session_up(session, wpb.Welcome(instance_id="i", load=load, proto_minor=PROTO_MINOR))
         return session
 
-    def ask(self, on_submit: Callable[[str], None] = lambda worker: None, **fields: Any) -> RequestStream:
+    def ask(self, on_submit: SubmitListener = lambda worker, choice: None, **fields: Any) -> RequestStream:
         """Opens a request of three tokens, with further fields of RoutedRequest."""
         (known,) = self.registry.models
         params = SamplingParams(max_tokens=4)

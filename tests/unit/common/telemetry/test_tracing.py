@@ -22,6 +22,7 @@ from common.telemetry.failures import failures
 from common.telemetry.logs import current_trace_id
 from common.telemetry.trace_context import extract, inject, trace_id_of
 from common.telemetry.tracing import SpanFactory, setup_tracing
+from router.scheduling.queued_request import PlacementChoice
 from router.telemetry.request_span import RequestFacts, RequestSpan, request_span
 from worker.engine.outputs import DecodeWork, SequenceTimes
 from worker.session.sequence_span import sequence_span
@@ -405,3 +406,18 @@ def test_attempt_span_links_to_attempt_before(recorder: Recorder) -> None:
     linked = [[link.context.span_id for link in each.links] for each in attempts]
     assert linked == [[], [attempts[0].context.span_id], []]
     assert [each.status.status_code for each in attempts] == [StatusCode.ERROR, StatusCode.UNSET, StatusCode.ERROR]
+
+
+def test_submitted_event_says_why_the_worker_was_chosen(recorder: Recorder) -> None:
+    with request_span(recorder.tracing, GENERATE) as span:
+        span.submitted("w0", PlacementChoice("prefix", 3, cached_tokens=512, estimate_s=0.0125))
+        span.submitted("w1", PlacementChoice("turn", 2))
+    first, second = (dict(event.attributes or {}) for event in recorder.one(GENERATE).events)
+    assert first == {
+        "fissile.worker.id": "w0",
+        "fissile.placement.reason": "prefix",
+        "fissile.placement.candidates": 3,
+        "fissile.placement.cached_tokens": 512,
+        "fissile.placement.estimate_ms": 12.5,
+    }
+    assert "fissile.placement.estimate_ms" not in second

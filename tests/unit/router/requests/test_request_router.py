@@ -27,7 +27,7 @@ async def test_unsendable_request_fails_alone(monkeypatch: pytest.MonkeyPatch) -
     site = Site(monkeypatch)
     session = site.up()
     before = task_failures().get("dispatching", 0)
-    streams = [site.ask(), site.ask(lambda worker: 1 / 0), site.ask()]  # type: ignore[arg-type]
+    streams = [site.ask(), site.ask(lambda worker, choice: 1 / 0), site.ask()]  # type: ignore[arg-type]
     async with asyncio.timeout(60):
         with pytest.raises(RouterFailedError):
             await streams[1].next()

@@ -389,3 +389,40 @@ def test_decision_looks_at_seven_lanes_at_most() -> None:
         send(d, request(key, [*hot[: key % 20], *chain(key, 1)], session="s"))
         assert 1 <= policy.looks <= 7
     assert len(d.lanes.busy) == 0
+
+
+def test_placement_says_why_it_chose_a_worker() -> None:
+    d = fleet(PrefixAware(), "a", "b", "c")
+    prompt = chain(*range(20))
+    first, again = request(1, prompt), request(2, prompt)
+    for asked in (first, again):
+        send(d, asked)
+        done(d, "a", "b", "c")
+    assert first.choice is not None
+    assert first.choice[:3] == ("load", 2, 0)
+    assert again.choice is not None
+    assert (again.choice.reason, again.choice.cached_tokens) == ("prefix", 20 * GRANULE)
+    assert again.choice.estimate_s == pytest.approx(10 / 10_000)
+
+
+def test_moved_request_says_so() -> None:
+    d = waiting_fleet(LeastLoad(), {"a": 0, "b": 9000})
+    requests = [request(key, tokens=1000) for key in range(4)]
+    for asked in requests:
+        d.arrive(asked, 0.0)
+    d.report("b", busy(0, 1.0))
+    d.decide(1.0)
+    found = {asked.choice.reason for asked in requests if asked.choice is not None and bound(d)[asked.key] == "b"}
+    assert found == {"moved"}
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"), [("round_robin", "turn"), ("least_loaded", "load"), ("session", "session")]
+)
+def test_each_policy_names_its_reason(name: str, reason: str) -> None:
+    d = fleet(PLACEMENTS[name](), "w0", "w1")
+    for key in range(2):
+        asked = request(key, session="s")
+        send(d, asked)
+    assert asked.choice is not None
+    assert asked.choice[:2] == (reason, 2)
