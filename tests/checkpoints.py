@@ -59,8 +59,21 @@ LATENT_SHAPE: dict[str, Any] = {
 }
 # transformers' prefix of an architecture's classes, and what its configuration has beside or other than DEFAULT_SHAPE.
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen2": ("Qwen2", {}),
     "qwen3": ("Qwen3", {}),
     "llama": ("Llama", {}),
+    "mistral": ("Mistral", {"sliding_window": None}),
+    "phi3": ("Phi3", {}),
+    "granite": (
+        "Granite",
+        {
+            "embedding_multiplier": 12.0,
+            "attention_multiplier": 0.15,
+            "residual_multiplier": 0.8,
+            "logits_scaling": 6.0,
+        },
+    ),
+    "smollm3": ("SmolLM3", {"no_rope_layer_interval": 2}),
     "qwen3_moe": (
         "Qwen3Moe",
         {"num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "norm_topk_prob": True},

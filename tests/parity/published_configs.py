@@ -53,6 +53,45 @@ def _qwen3(*sizes: int, **entries: Any) -> dict[str, Any]:
     )
 
 
+def _qwen2(*sizes: int, **entries: Any) -> dict[str, Any]:
+    windows = {"max_window_layers": sizes[2], "sliding_window": sizes[6], "use_sliding_window": False}
+    shared = {"rms_norm_eps": 1e-6, "rope_theta": 1000000.0, "use_mrope": False}
+    return _entries("Qwen2ForCausalLM", "qwen2", sizes, **windows, **{**shared, **entries})
+
+
+def _mistral(*sizes: int, **entries: Any) -> dict[str, Any]:
+    return _entries("MistralForCausalLM", "mistral", sizes, **{"rms_norm_eps": 1e-5, "sliding_window": None, **entries})
+
+
+def _phi3(*sizes: int, **entries: Any) -> dict[str, Any]:
+    shared = {"original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "rope_scaling": None, "rope_theta": 1e4}
+    return _entries("Phi3ForCausalLM", "phi3", sizes, **{**shared, "attention_bias": False, **entries})
+
+
+def _phi_longrope(pairs: int) -> dict[str, Any]:
+    """Factors of made numbers, as many as the published ones."""
+    factors = {
+        "long_factor": [1.0 + 0.5 * i for i in range(pairs)],
+        "short_factor": [1.0 + i / 64 for i in range(pairs)],
+    }
+    return {"type": "longrope", **factors}
+
+
+def _granite(*sizes: int, **entries: Any) -> dict[str, Any]:
+    shared = {
+        "attention_bias": False,
+        "attention_multiplier": 0.015625,
+        "embedding_multiplier": 12.0,
+        "mlp_bias": False,
+        "residual_multiplier": 0.22,
+        "rms_norm_eps": 1e-5,
+        "rope_scaling": None,
+        "rope_theta": 10000000.0,
+        "tie_word_embeddings": True,
+    }
+    return _entries("GraniteForCausalLM", "granite", sizes, **shared, **entries)
+
+
 def _qwen3_moe(*sizes: int, **entries: Any) -> dict[str, Any]:
     return _qwen3(
         *sizes,
@@ -208,6 +247,64 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         rope_scaling={"factor": 16.0, "original_max_position_embeddings": 4096, "type": "yarn", "finetuned": True},
     ),
     "DeepSeek-R1-Distill-Llama-8B": _llama(4096, 14336, 32, 32, 8, 128256, 131072, **_llama3(8.0)),
+    "Qwen2-0.5B": _qwen2(896, 4864, 24, 14, 2, 151936, 131072, tie_word_embeddings=True),
+    "Qwen2.5-0.5B-Instruct": _qwen2(896, 4864, 24, 14, 2, 151936, 32768, tie_word_embeddings=True),
+    "Qwen2.5-7B-Instruct": _qwen2(3584, 18944, 28, 28, 4, 152064, 32768),
+    "Qwen2.5-7B-Instruct, yarn of its card": _qwen2(
+        3584, 18944, 28, 28, 4, 152064, 32768, rope_scaling={**_YARN_OF_CARD, "type": "yarn"}
+    ),
+    "Qwen2.5-Coder-32B": _qwen2(5120, 27648, 64, 40, 8, 152064, 32768, rms_norm_eps=1e-6),
+    "Qwen2.5-Math-7B": _qwen2(3584, 18944, 28, 28, 4, 152064, 4096, rope_theta=10000),
+    "QwQ-32B": _qwen2(5120, 27648, 64, 40, 8, 152064, 40960, rms_norm_eps=1e-5),
+    "DeepSeek-R1-Distill-Qwen-1.5B": _qwen2(1536, 8960, 28, 12, 2, 151936, 131072, rope_theta=10000),
+    "Mistral-7B-v0.1": _mistral(4096, 14336, 32, 32, 8, 32000, 32768, sliding_window=4096, rope_theta=10000.0),
+    "Mistral-7B-Instruct-v0.3": _mistral(4096, 14336, 32, 32, 8, 32768, 32768, rope_theta=1000000.0),
+    "Mistral-Nemo-2407": _mistral(5120, 14336, 40, 32, 8, 131072, 131072, head_dim=128, rope_theta=1000000.0),
+    "Mistral-Small-24B-2501": _mistral(5120, 32768, 40, 32, 8, 131072, 32768, head_dim=128, rope_theta=100000000.0),
+    "zephyr-7b-beta": _mistral(4096, 14336, 32, 32, 8, 32000, 32768, sliding_window=4096, pad_token_id=2),
+    "Phi-3-mini-4k": _phi3(3072, 8192, 32, 32, 32, 32064, 4096, sliding_window=2047),
+    "Phi-3.5-mini": _phi3(3072, 8192, 32, 32, 32, 32064, 131072, sliding_window=262144, rope_scaling=_phi_longrope(48)),
+    "Phi-4": _phi3(
+        5120,
+        17920,
+        40,
+        40,
+        10,
+        100352,
+        16384,
+        rope_theta=250000,
+        sliding_window=None,
+        original_max_position_embeddings=16384,
+    ),
+    "Phi-4-mini": _phi3(
+        3072,
+        8192,
+        32,
+        24,
+        8,
+        200064,
+        131072,
+        partial_rotary_factor=0.75,
+        rope_scaling=_phi_longrope(48),
+        sliding_window=262144,
+        tie_word_embeddings=True,
+    ),
+    "Granite-3.3-2B": _granite(2048, 8192, 40, 32, 8, 49159, 131072, logits_scaling=8.0),
+    "Granite-3.3-8B": _granite(4096, 12800, 40, 32, 8, 49159, 131072, logits_scaling=16.0),
+    "SmolLM3-3B": _entries(
+        "SmolLM3ForCausalLM",
+        "smollm3",
+        (2048, 11008, 36, 16, 4, 128256, 65536),
+        attention_bias=False,
+        mlp_bias=False,
+        no_rope_layer_interval=4,
+        no_rope_layers=[1, 1, 1, 0] * 9,
+        rms_norm_eps=1e-6,
+        rope_scaling=None,
+        rope_theta=5000000.0,
+        sliding_window=None,
+        use_sliding_window=False,
+    ),
     "Qwen3-0.6B": _qwen3(1024, 3072, 28, 16, 8, 151936, 40960, tie_word_embeddings=True),
     "Qwen3-4B": _qwen3(2560, 9728, 36, 32, 8, 151936, 40960, tie_word_embeddings=True),
     "Qwen3-8B": _qwen3(4096, 12288, 36, 32, 8, 151936, 40960),

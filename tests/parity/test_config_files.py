@@ -55,6 +55,11 @@ OWN = (
     "swiglu_limit",
     "swiglu_alpha",
     "use_qk_norm",
+    "no_rope_layers",
+    "embedding_multiplier",
+    "attention_multiplier",
+    "residual_multiplier",
+    "logits_scaling",
     "decoder_sparse_step",
     "mlp_only_layers",
     "num_nextn_predict_layers",
@@ -83,6 +88,7 @@ ROPES: list[dict[str, Any] | None] = [
     LLAMA3 | {"original_max_position_embeddings": None},
     {"rope_type": "dynamic", "factor": 2.0},
     {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0]},
+    {"type": "longrope", "short_factor": [1.5] * 8, "long_factor": [1.0 + i for i in range(8)]},
     {"full_attention": {"rope_type": "default", "rope_theta": 1e4}},
 ]
 # Entries of all architectures, with values found in files.
@@ -130,6 +136,9 @@ SPELLINGS: dict[str, list[Any]] = {
     "mlp_only_layers": [None, [1]],
     "use_qk_norm": [True],
     "swiglu_limit": [5, 7.0],
+    "no_rope_layers": [None, [0, 1, 1], [1], [1, 1, 2]],
+    "no_rope_layer_interval": [2],
+    "logits_scaling": [3.0, 0],
     "output_attentions": [False],
     "temperature": [0.5],
 }
@@ -253,9 +262,10 @@ def reference_rope(config: Any) -> tuple[torch.Tensor, float]:
 
 def reference_window(config: Any, layer: int) -> int | None:
     """Sliding window of a layer of the `transformers` model; None without one."""
-    if config.model_type in ("qwen3", "gpt_oss"):
-        return config.sliding_window if config.layer_types[layer] == "sliding_attention" else None
-    return config.sliding_window if config.model_type in ("mixtral", "qwen3_moe") else None
+    if config.model_type in ("qwen2", "qwen3", "gpt_oss", "smollm3"):
+        slides = config.layer_types[layer] == "sliding_attention" and getattr(config, "use_sliding_window", True)
+        return config.sliding_window if slides else None
+    return config.sliding_window if config.model_type in ("mistral", "mixtral", "qwen3_moe", "phi3") else None
 
 
 # Changes of a saved config.json that the worker once read as other settings.

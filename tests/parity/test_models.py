@@ -39,6 +39,14 @@ LLAMA3 = {
     "original_max_position_embeddings": 64,
 }
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+
+
+def longrope(pairs: int, **entries: float) -> dict[str, Any]:
+    """Rope parameters for `pairs` pairs of rotated dimensions, whose two lists of factors differ."""
+    factors = {"short_factor": [1.0 + 0.02 * i for i in range(pairs)], "long_factor": [1.5 + i for i in range(pairs)]}
+    return {"rope_type": "longrope", "rope_theta": 10000.0, **factors, **entries}
+
+
 CHECKPOINTS: dict[str, dict[str, Any]] = {
     "qwen3-gqa-tied": {"architecture": "qwen3"},
     "qwen3-sharded-untied": {
@@ -83,6 +91,81 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
             "beta_slow": 2.0,
             "truncate": False,
         },
+    },
+}
+
+CHECKPOINTS |= {
+    "qwen2": {"architecture": "qwen2"},
+    "qwen2-window-untied": {
+        "architecture": "qwen2",
+        "tie_word_embeddings": False,
+        "num_key_value_heads": 4,
+        "head_dim": 16,
+        "use_sliding_window": True,
+        "sliding_window": 40,
+        "max_window_layers": 1,
+    },
+    "qwen2-one-kv-head-yarn-bf16": {
+        "architecture": "qwen2",
+        "dtype": "bfloat16",
+        "num_key_value_heads": 1,
+        "head_dim": 64,
+        "rope_parameters": YARN,
+    },
+    "mistral": {"architecture": "mistral", "tie_word_embeddings": False},
+    "mistral-window": {"architecture": "mistral", "sliding_window": 48, "num_key_value_heads": 1, "head_dim": 32},
+    "mistral-wide-heads-bf16": {
+        "architecture": "mistral",
+        "dtype": "bfloat16",
+        "num_attention_heads": 3,
+        "num_key_value_heads": 3,
+        "head_dim": 96,
+    },
+    "phi3-window": {"architecture": "phi3", "tie_word_embeddings": False, "sliding_window": 47},
+    "phi3-longrope-short-bf16": {
+        "architecture": "phi3",
+        "dtype": "bfloat16",
+        "head_dim": 16,
+        "original_max_position_embeddings": 1024,
+        "rope_parameters": longrope(8),
+    },
+    # `transformers` takes the long factors from the second token on, and the angles of the first are 0.
+    "phi3-longrope-long-partial": {
+        "architecture": "phi3",
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 32,
+        "original_max_position_embeddings": 1,
+        "rope_parameters": longrope(12, partial_rotary_factor=0.75, attention_factor=1.2),
+    },
+    "granite": {"architecture": "granite"},
+    "granite-biases-untied": {
+        "architecture": "granite",
+        "tie_word_embeddings": False,
+        "num_key_value_heads": 1,
+        "head_dim": 32,
+        "attention_bias": True,
+        "mlp_bias": True,
+        "logits_scaling": 8.0,
+    },
+    "granite-yarn-bf16": {"architecture": "granite", "dtype": "bfloat16", "head_dim": 64, "rope_parameters": YARN},
+    "smollm3": {"architecture": "smollm3"},
+    "smollm3-window-biases": {
+        "architecture": "smollm3",
+        "num_hidden_layers": 4,
+        "head_dim": 16,
+        "attention_bias": True,
+        "mlp_bias": True,
+        "no_rope_layers": [1, 0, 0, 1],
+        "use_sliding_window": True,
+        "sliding_window": 33,
+    },
+    "smollm3-untied-yarn": {
+        "architecture": "smollm3",
+        "tie_word_embeddings": False,
+        "num_key_value_heads": 1,
+        "head_dim": 64,
+        "rope_parameters": YARN,
     },
 }
 
@@ -174,7 +257,12 @@ CHECKPOINTS |= {
 
 # One with each way of attention, of positions and of experts.
 KEPT = {
+    "qwen2-window-untied",
     "qwen3-gqa-tied",
+    "mistral-window",
+    "phi3-longrope-long-partial",
+    "granite-biases-untied",
+    "smollm3-window-biases",
     "llama-biases",
     "llama-rope-llama3",
     "llama-rope-yarn-mscale",

@@ -8,9 +8,14 @@ from common.wire.heads import CLASSIFIER, NO_HEAD, OUTPUT_HEAD, Head
 
 # `architectures` entry of config.json -> module:class. Names, so that PyTorch is not needed to read them.
 support_model_arch_dict: dict[str, str] = {
+    "Qwen2ForCausalLM": "worker.model.models.qwen2:Qwen2ForCausalLM",
     "Qwen3ForCausalLM": "worker.model.models.qwen3:Qwen3ForCausalLM",
     "Qwen3MoeForCausalLM": "worker.model.models.qwen3_moe:Qwen3MoeForCausalLM",
     "LlamaForCausalLM": "worker.model.models.llama:LlamaForCausalLM",
+    "MistralForCausalLM": "worker.model.models.mistral:MistralForCausalLM",
+    "Phi3ForCausalLM": "worker.model.models.phi3:Phi3ForCausalLM",
+    "GraniteForCausalLM": "worker.model.models.granite:GraniteForCausalLM",
+    "SmolLM3ForCausalLM": "worker.model.models.smollm3:SmolLM3ForCausalLM",
     "MixtralForCausalLM": "worker.model.models.mixtral:MixtralForCausalLM",
     "GptOssForCausalLM": "worker.model.models.gpt_oss:GptOssForCausalLM",
     "Glm4MoeForCausalLM": "worker.model.models.glm4_moe:Glm4MoeForCausalLM",

@@ -21,7 +21,7 @@ from worker.config.stored_names import stored_names
 from worker.config.transformers_config import is_of_other_model, read_settings
 
 SUPPORTED_ARCHITECTURES = tuple(support_model_arch_dict)
-SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
 
 Entry = TypeVar("Entry", int, str)
 _KINDS: dict[type, str] = {int: "whole numbers", str: "names"}
@@ -45,16 +45,18 @@ class RopeConfig:
 
     Attributes:
         theta: base of the wavelengths.
-        type: `default`, `linear`, `llama3` or `yarn` (arXiv:2309.00071).
+        type: `default`, `linear`, `llama3`, `yarn` (arXiv:2309.00071) or `longrope` (arXiv:2402.13753).
         factor: how far positions are stretched; 1 for `default`.
         low_freq_factor, high_freq_factor: `llama3` only.
-        original_max_position_embeddings: `llama3` and `yarn`.
-        attention_factor: what cosines and sines are multiplied by; 1 but for `yarn`.
+        original_max_position_embeddings: `llama3`, `yarn` and `longrope`.
+        attention_factor: what cosines and sines are multiplied by; 1 but for `yarn` and `longrope`.
         beta_fast, beta_slow: `yarn` only: rotations over the original length above which a wavelength is kept, and
             below which it is stretched in full.
         truncate: `yarn` only: whether the borders between the two are rounded to whole dimensions.
         mscale_all_dim: `yarn` only: what DeepSeek's attention scales its scores by; 0 is off.
         partial_rotary_factor: the part of a head, from its first dimension on, that is rotated.
+        short_factors, long_factors: `longrope` only: how far each wavelength is stretched where sequences are at most
+            as long as the original length, and where they may be longer.
     """
 
     theta: float = 10000.0
@@ -69,6 +71,8 @@ class RopeConfig:
     truncate: bool = True
     mscale_all_dim: float = 0.0
     partial_rotary_factor: float = 1.0
+    short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
 
     def rotary_dim(self, head_dim: int) -> int:
         """Number of a head's dimensions that are rotated."""
@@ -273,6 +277,9 @@ def _parse(
         name = "qk_rope_head_dim" if "qk_rope_head_dim" in settings else "head_dim"
         rotary = f"{name} {head_dim}, of which {rope.rotary_dim(head_dim)} are rotated"
         raise ModelError(f"{rotary}: rotary embeddings need an even number")
+    wanted = rope.rotary_dim(head_dim) // 2
+    if rope.type == "longrope" and {len(rope.short_factors), len(rope.long_factors)} != {wanted}:
+        raise ModelError(f"short_factor and long_factor of longrope must list {wanted} numbers each")
     return ModelConfig(
         architecture=architecture,
         hidden_size=hidden_size,
@@ -370,7 +377,34 @@ def rope_config(settings: Mapping[str, Any]) -> RopeConfig:
             high_freq_factor=high,
             original_max_position_embeddings=_count(parameters, "original_max_position_embeddings"),
         )
+    if kind == "longrope":
+        return _longrope(rope, parameters, settings)
     return _yarn(rope, parameters, settings) if kind == "yarn" else rope
+
+
+def _longrope(rope: RopeConfig, parameters: Mapping[str, Any], settings: Mapping[str, Any]) -> RopeConfig:
+    """Reads longrope as transformers does: both lengths replace a missing `factor`, which replaces a missing
+    `attention_factor`."""
+    original = _count(parameters, "original_max_position_embeddings")
+    factor = _positive(parameters, "factor", _count(settings, "max_position_embeddings") / original)
+    attention_factor = 1.0
+    if factor > 1.0 and original > 1:
+        attention_factor = math.sqrt(1 + math.log(factor) / math.log(original))
+    return replace(
+        rope,
+        factor=factor,
+        original_max_position_embeddings=original,
+        attention_factor=_positive(parameters, "attention_factor", attention_factor),
+        short_factors=_positives(parameters, "short_factor"),
+        long_factors=_positives(parameters, "long_factor"),
+    )
+
+
+def _positives(parameters: Mapping[str, Any], key: str) -> tuple[float, ...]:
+    listed = parameters[key]
+    if not isinstance(listed, list):
+        raise ValueError(f"{key} is {listed!r}; it must be a list of numbers")
+    return tuple(_positive({f"{key}[{i}]": value}, f"{key}[{i}]") for i, value in enumerate(listed))
 
 
 def _yarn(rope: RopeConfig, parameters: Mapping[str, Any], settings: Mapping[str, Any]) -> RopeConfig:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -21,21 +21,24 @@ class ColumnLinear:
     Args:
         build: shared by the layers.
         parts: projections, each with `{name}.weight` [N_i, K] and, with `bias`, `{name}.bias` [N_i], and the rows of it
-            that this rank computes; WHOLE for all of them on every rank.
+            that this rank computes, in one or several slices; WHOLE for all of them on every rank.
         bias: True if the projections have biases.
 
     Attributes:
         packed: the weight, as the back end wants it.
     """
 
-    def __init__(self, build: Build, parts: Mapping[str, slice], bias: bool = False) -> None:
+    def __init__(self, build: Build, parts: Mapping[str, slice | Sequence[slice]], bias: bool = False) -> None:
         self._linear = build.kernels.linear
         self.packed = build.kept.keep(" ".join(parts), lambda: self._pack(build, parts, bias))
 
-    def _pack(self, build: Build, parts: Mapping[str, slice], bias: bool) -> PackedLinear:
-        product = [MatrixPart(f"{name}.weight", rows) for name, rows in parts.items()]
+    def _pack(self, build: Build, parts: Mapping[str, slice | Sequence[slice]], bias: bool) -> PackedLinear:
+        slices = [
+            (name, each) for name, rows in parts.items() for each in ([rows] if isinstance(rows, slice) else rows)
+        ]
+        product = [MatrixPart(f"{name}.weight", rows) for name, rows in slices]
         weight = product_weight(build, product, stay_quantized(build, [product]))
-        biases = [MatrixPart(f"{name}.bias", rows) for name, rows in parts.items()]
+        biases = [MatrixPart(f"{name}.bias", rows) for name, rows in slices]
         own_bias = product_floats(build, biases) if bias else None
         return self._linear.pack(weight, own_bias, build.dtype, build.packed_format)
 

@@ -10,12 +10,19 @@ import torch
 from worker.config.model_config import RopeConfig
 
 
-def inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
-    """float32 [rotary_dim / 2], rounded where transformers rounds, so that the angles of far positions agree."""
+def inverse_frequencies(rope: RopeConfig, head_dim: int, max_position: int = 0) -> torch.Tensor:
+    """float32 [rotary_dim / 2], rounded where transformers rounds, so that the angles of far positions agree.
+
+    `longrope` takes its long factors if a sequence may be longer than the original length. `transformers` takes them
+    from the step on in which a sequence gets longer, so that its tokens depend on the chunks of the prefill.
+    """
     rotary_dim = rope.rotary_dim(head_dim)
     exponents = torch.arange(0, rotary_dim, 2, dtype=torch.int64).to(torch.float32) / rotary_dim
     if rope.type == "yarn":
         return _yarn(rope.theta**exponents, rope, rotary_dim)
+    if rope.type == "longrope":
+        is_long = max_position > rope.original_max_position_embeddings
+        return 1.0 / (torch.tensor(rope.long_factors if is_long else rope.short_factors) * rope.theta**exponents)
     frequencies = 1.0 / (rope.theta**exponents)
     if rope.type == "linear":
         return frequencies / rope.factor
@@ -78,7 +85,7 @@ class RotaryEmbedding:
     """
 
     def __init__(self, rope: RopeConfig, head_dim: int, max_position: int, device: torch.device | str = "cpu") -> None:
-        self._frequencies = inverse_frequencies(rope, head_dim)
+        self._frequencies = inverse_frequencies(rope, head_dim, max_position)
         self._attention_factor = rope.attention_factor
         self._max_position = max_position
         self._num_made = 0

@@ -15,7 +15,10 @@ from worker.weights.checkpoint import Shape
 class Glm4MoeAttention(LlamaAttention):
     """Attention with, in some models, a norm on each head's queries and keys."""
 
-    output_bias = False
+    @staticmethod
+    @override
+    def biases(config: ModelConfig) -> tuple[bool, bool]:
+        return config.attention_bias, False
 
     def head_norms(self, build: Build, prefix: str) -> tuple[RMSNorm, RMSNorm] | None:
         """`{prefix}.q_norm` and `{prefix}.k_norm`, if there are norms."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -38,8 +38,10 @@ class LlamaAttention:
         attention: stores keys and values, and attends.
     """
 
-    # True if the output projection has a bias whenever the others have one.
-    output_bias = True
+    # False leaves queries and keys as they are: positions come from other layers (NoPE).
+    rotates = True
+    # False if no back end can fuse such a layer.
+    fuses = True
 
     def __init__(self, build: Build, prefix: str, layer: int, window: int | None = None) -> None:
         config = build.config
@@ -49,11 +51,28 @@ class LlamaAttention:
         keys = build.shard.kv_part(config.num_key_value_heads)
         self._heads = [length(queries), length(keys), length(keys)]
         rows, kv_rows = times(queries, config.head_dim), times(keys, config.head_dim)
-        parts = {f"{prefix}.q_proj": rows, f"{prefix}.k_proj": kv_rows, f"{prefix}.v_proj": kv_rows}
-        self.qkv = ColumnLinear(build, parts, config.attention_bias)
+        qkv_bias, output_bias = self.biases(config)
+        self.qkv = ColumnLinear(build, self.qkv_parts(config, prefix, rows, kv_rows), qkv_bias)
         self.norms = self.head_norms(build, prefix)
-        self.out = RowLinear(build, f"{prefix}.o_proj", rows, config.attention_bias and self.output_bias)
-        self.attention = Attention(build, layer, config.head_dim**-0.5, window, self.sinks(build, prefix, queries))
+        self.out = RowLinear(build, f"{prefix}.o_proj", rows, output_bias)
+        self.attention = Attention(build, layer, self.scale(config), window, self.sinks(build, prefix, queries))
+
+    @staticmethod
+    def qkv_parts(
+        config: ModelConfig, prefix: str, rows: slice, kv_rows: slice
+    ) -> Mapping[str, slice | Sequence[slice]]:
+        """Tensors of the projections, with the rows of queries, of keys and of values that this rank computes."""
+        return {f"{prefix}.q_proj": rows, f"{prefix}.k_proj": kv_rows, f"{prefix}.v_proj": kv_rows}
+
+    @staticmethod
+    def scale(config: ModelConfig) -> float:
+        """Factor of the scores."""
+        return float(config.head_dim**-0.5)
+
+    @staticmethod
+    def biases(config: ModelConfig) -> tuple[bool, bool]:
+        """Says if the projections of queries, keys and values have biases, and if that of the output has one."""
+        return config.attention_bias, config.attention_bias
 
     def sinks(self, build: Build, prefix: str, heads: slice) -> torch.Tensor | None:
         """Scores [Hq] of this rank's `heads` that enter the softmax without a value; None in Llama."""
@@ -69,7 +88,8 @@ class LlamaAttention:
         q, k, v = heads.split_with_sizes(self._heads, dim=1)
         if self.norms is not None:
             q, k = self.norms[0](q), self.norms[1](k)
-        q, k = self._elementwise.rope(q, k, *cos_sin)
+        if self.rotates:
+            q, k = self._elementwise.rope(q, k, *cos_sin)
         return self.out(self.attention(q, k, v))
 
 
@@ -83,8 +103,13 @@ class LlamaMLP:
     def __init__(self, build: Build, prefix: str, inner: int, bias: bool = False) -> None:
         self._elementwise = build.kernels.elementwise
         part = build.shard.part(inner, "intermediate_size")
-        self.gate_up = ColumnLinear(build, {f"{prefix}.gate_proj": part, f"{prefix}.up_proj": part}, bias)
+        self.gate_up = ColumnLinear(build, self.gate_up_parts(prefix, inner, part), bias)
         self.down = RowLinear(build, f"{prefix}.down_proj", part, bias)
+
+    @staticmethod
+    def gate_up_parts(prefix: str, inner: int, part: slice) -> Mapping[str, slice | Sequence[slice]]:
+        """Tensors of the two projections of the input, with the rows that this rank computes."""
+        return {f"{prefix}.gate_proj": part, f"{prefix}.up_proj": part}
 
     def partial(self, x: torch.Tensor) -> torch.Tensor:
         """[T, H] -> [T, H], this rank's summand"""
@@ -119,9 +144,9 @@ class LlamaDecoderLayer:
         self._mlp = mlp
 
     def fusible(self) -> DecoderLayer | None:
-        """The layer in the form that a back end can fuse; None for another kind of attention."""
+        """The layer in the form that a back end can fuse; None for attention that none can."""
         attention, mlp = self._attention, self._mlp
-        if not isinstance(attention, LlamaAttention):
+        if not isinstance(attention, LlamaAttention) or not (attention.fuses and attention.rotates):
             return None
         gated = mlp if isinstance(mlp, LlamaMLP) else None
         return DecoderLayer(
@@ -166,6 +191,7 @@ class LlamaForCausalLM:
     """
 
     attention: type[LlamaAttention] = LlamaAttention
+    mlp: type[LlamaMLP] = LlamaMLP
 
     def __init__(self, build: Build) -> None:
         config = build.config
@@ -197,7 +223,7 @@ class LlamaForCausalLM:
             self._norm.weight,
             config.rms_norm_eps,
             length(shard.part(config.num_attention_heads, "num_attention_heads")),
-            config.head_dim**-0.5,
+            self.attention.scale(config),
             shard.collectives.all_reduce if shard.size > 1 else None,
             self._aux_layers,
         )
@@ -224,7 +250,7 @@ class LlamaForCausalLM:
 
     def make_mlp(self, build: Build, prefix: str, layer: int) -> Callable[[torch.Tensor], torch.Tensor]:
         """The feed-forward network of one layer."""
-        return LlamaMLP(build, prefix, build.config.intermediate_size, build.config.mlp_bias)
+        return self.mlp(build, prefix, build.config.intermediate_size, build.config.mlp_bias)
 
     @classmethod
     def kv_spec(cls, config: ModelConfig, shard: Shard) -> KVSpec:
@@ -300,14 +326,14 @@ class LlamaForCausalLM:
     @classmethod
     def attention_shapes(cls, config: ModelConfig) -> dict[str, Shape]:
         """Name and shape of every tensor of a layer's attention."""
-        hidden, bias = config.hidden_size, config.attention_bias
+        hidden, (bias, output_bias) = config.hidden_size, cls.attention.biases(config)
         queries = config.num_attention_heads * config.head_dim
         keys = config.num_key_value_heads * config.head_dim
         return (
             linear_shapes("self_attn.q_proj", queries, hidden, bias)
             | linear_shapes("self_attn.k_proj", keys, hidden, bias)
             | linear_shapes("self_attn.v_proj", keys, hidden, bias)
-            | linear_shapes("self_attn.o_proj", hidden, queries, bias and cls.attention.output_bias)
+            | linear_shapes("self_attn.o_proj", hidden, queries, output_bias)
         )
 
     @classmethod
@@ -320,7 +346,7 @@ class LlamaForCausalLM:
 
         With n `aux_layers` the result is [T, (1 + n) H]: beside the states the residual streams before those layers.
         """
-        x = self.embedding(token_ids)
+        x = self.embed(token_ids)
         cos_sin = self.rotary(positions)
         if self._fused is not None:
             context = get_forward_context()
@@ -334,6 +360,10 @@ class LlamaForCausalLM:
         states = self._norm(x) if residual is None else self._norm.add(x, residual)[0]
         aux = [streams[index] for index in self._aux_layers]
         return torch.cat((states, *aux), dim=1) if aux else states
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Input [T, H] of the first layer, for token ids int64 [T]."""
+        return self.embedding(token_ids)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """float32 [S, V] of hidden states [S, H]."""

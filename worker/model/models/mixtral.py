@@ -1,34 +1,23 @@
-"""MixtralForCausalLM (arXiv:2401.04088): Llama with a mixture of experts in every layer and a sliding window."""
+"""MixtralForCausalLM (arXiv:2401.04088): Mistral with a mixture of experts in every layer."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 import torch
-from typing_extensions import override
 
 from kernels.interface import Routing
 from worker.config.model_config import ModelConfig
 from worker.model.layers.build import Build
 from worker.model.layers.moe import ExpertNames, ExpertRouter, MoE, MoEConfig
-from worker.model.models.llama import LlamaForCausalLM, refuse_partial_rotary
+from worker.model.models.mistral import MistralForCausalLM
 from worker.weights.checkpoint import Shape
 
 _EXPERTS = ExpertNames(gate="w1", up="w3", down="w2")
 
 
-class MixtralForCausalLM(LlamaForCausalLM):
+class MixtralForCausalLM(MistralForCausalLM):
     """Mixtral: softmax over the experts, the best two weighted so that they add up to 1."""
-
-    @classmethod
-    @override
-    def check(cls, config: ModelConfig) -> None:
-        refuse_partial_rotary(config)
-
-    @classmethod
-    def window(cls, config: ModelConfig, layer: int) -> int | None:
-        """`sliding_window`, in every layer."""
-        return None if config.source["sliding_window"] is None else config.count("sliding_window")
 
     @classmethod
     def moe_config(cls, config: ModelConfig) -> MoEConfig:

@@ -30,6 +30,11 @@ MXFP4 = Scheme({}, (1, 32), "fp4", "U8", "_blocks", "_scales")
 PROMPT = list(range(7, 77))
 CHECKPOINTS: dict[str, dict[str, Any]] = {
     "llama": {"architecture": "llama", "attention_bias": True, "mlp_bias": True},
+    "qwen2": {"architecture": "qwen2"},
+    "mistral": {"architecture": "mistral", "sliding_window": 30},
+    "phi3": {"architecture": "phi3", "tie_word_embeddings": False},
+    "granite": {"architecture": "granite", "attention_bias": True},
+    "smollm3": {"architecture": "smollm3", "mlp_bias": True},
     "qwen3-one-kv-head": {"architecture": "qwen3", "num_key_value_heads": 1, "tie_word_embeddings": False},
     "qwen3-moe": {"architecture": "qwen3_moe", "decoder_sparse_step": 2},
     "mixtral": {"architecture": "mixtral", "sliding_window": 30},
