@@ -59,6 +59,17 @@ def _qwen2(*sizes: int, **entries: Any) -> dict[str, Any]:
     return _entries("Qwen2ForCausalLM", "qwen2", sizes, **windows, **{**shared, **entries})
 
 
+def _qwen2_moe(*sizes: int, **entries: Any) -> dict[str, Any]:
+    shared = {
+        "decoder_sparse_step": 1,
+        "moe_intermediate_size": 1408,
+        "norm_topk_prob": False,
+        "shared_expert_intermediate_size": 5632,
+    }
+    named = {"architectures": ["Qwen2MoeForCausalLM"], "model_type": "qwen2_moe"}
+    return _qwen2(*sizes, **named, **{**shared, **entries})
+
+
 def _mistral(*sizes: int, **entries: Any) -> dict[str, Any]:
     return _entries("MistralForCausalLM", "mistral", sizes, **{"rms_norm_eps": 1e-5, "sliding_window": None, **entries})
 
@@ -328,6 +339,20 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     ),
     "Qwen3, saved by transformers 5, yarn of its card": _qwen3(
         *_SMALL, rope_parameters={"rope_theta": 1000000, "rope_type": "default"}, rope_scaling=_YARN_OF_CARD
+    ),
+    "Qwen1.5-MoE-A2.7B": _qwen2_moe(2048, 5632, 24, 16, 16, 151936, 8192, num_experts=60, num_experts_per_tok=4),
+    "Qwen2-57B-A14B": _qwen2_moe(
+        3584,
+        18944,
+        28,
+        28,
+        4,
+        151936,
+        32768,
+        moe_intermediate_size=2560,
+        num_experts=64,
+        num_experts_per_tok=8,
+        shared_expert_intermediate_size=20480,
     ),
     "Qwen3-30B-A3B": _qwen3_moe(2048, 6144, 48, 32, 4, 151936, 40960, moe_intermediate_size=768),
     "Qwen3-235B-A22B": _qwen3_moe(4096, 12288, 94, 64, 4, 151936, 40960, moe_intermediate_size=1536),

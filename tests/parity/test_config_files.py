@@ -55,6 +55,8 @@ OWN = (
     "swiglu_limit",
     "swiglu_alpha",
     "use_qk_norm",
+    "qkv_bias",
+    "shared_expert_intermediate_size",
     "no_rope_layers",
     "embedding_multiplier",
     "attention_multiplier",
@@ -64,7 +66,7 @@ OWN = (
     "mlp_only_layers",
     "num_nextn_predict_layers",
 )
-EXPERTS = ("num_local_experts", "n_routed_experts")
+EXPERTS = ("num_local_experts", "n_routed_experts", "num_experts")
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 LLAMA3 = {
     "rope_type": "llama3",
@@ -135,6 +137,8 @@ SPELLINGS: dict[str, list[Any]] = {
     "decoder_sparse_step": [2],
     "mlp_only_layers": [None, [1]],
     "use_qk_norm": [True],
+    "qkv_bias": [True, False],
+    "shared_expert_intermediate_size": [0, 24],
     "swiglu_limit": [5, 7.0],
     "no_rope_layers": [None, [0, 1, 1], [1], [1, 1, 2]],
     "no_rope_layer_interval": [2],
@@ -262,7 +266,7 @@ def reference_rope(config: Any) -> tuple[torch.Tensor, float]:
 
 def reference_window(config: Any, layer: int) -> int | None:
     """Sliding window of a layer of the `transformers` model; None without one."""
-    if config.model_type in ("qwen2", "qwen3", "gpt_oss", "smollm3"):
+    if config.model_type in ("qwen2", "qwen2_moe", "qwen3", "gpt_oss", "smollm3"):
         slides = config.layer_types[layer] == "sliding_attention" and getattr(config, "use_sliding_window", True)
         return config.sliding_window if slides else None
     return config.sliding_window if config.model_type in ("mistral", "mixtral", "qwen3_moe", "phi3") else None

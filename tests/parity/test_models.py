@@ -171,6 +171,27 @@ CHECKPOINTS |= {
 
 # Mixtures: experts that two ranks cannot share out evenly, one KV head, heads of 64 and 96, tied and untied heads.
 CHECKPOINTS |= {
+    "qwen2-moe": {"architecture": "qwen2_moe"},
+    "qwen2-moe-window-untied": {
+        "architecture": "qwen2_moe",
+        "tie_word_embeddings": False,
+        "num_hidden_layers": 4,
+        "num_key_value_heads": 1,
+        "head_dim": 64,
+        "decoder_sparse_step": 2,
+        "norm_topk_prob": True,
+        "use_sliding_window": True,
+        "sliding_window": 40,
+        "max_window_layers": 3,
+    },
+    "qwen2-moe-no-biases-bf16": {
+        "architecture": "qwen2_moe",
+        "dtype": "bfloat16",
+        "num_key_value_heads": 4,
+        "head_dim": 32,
+        "mlp_only_layers": [0],
+        "qkv_bias": False,
+    },
     "qwen3-moe": {"architecture": "qwen3_moe"},
     "qwen3-moe-some-layers-dense": {
         "architecture": "qwen3_moe",
@@ -266,6 +287,7 @@ KEPT = {
     "llama-biases",
     "llama-rope-llama3",
     "llama-rope-yarn-mscale",
+    "qwen2-moe-window-untied",
     "qwen3-moe",
     "qwen3-window",
     "mixtral-window",

@@ -9,6 +9,7 @@ from common.wire.heads import CLASSIFIER, NO_HEAD, OUTPUT_HEAD, Head
 # `architectures` entry of config.json -> module:class. Names, so that PyTorch is not needed to read them.
 support_model_arch_dict: dict[str, str] = {
     "Qwen2ForCausalLM": "worker.model.models.qwen2:Qwen2ForCausalLM",
+    "Qwen2MoeForCausalLM": "worker.model.models.qwen2_moe:Qwen2MoeForCausalLM",
     "Qwen3ForCausalLM": "worker.model.models.qwen3:Qwen3ForCausalLM",
     "Qwen3MoeForCausalLM": "worker.model.models.qwen3_moe:Qwen3MoeForCausalLM",
     "LlamaForCausalLM": "worker.model.models.llama:LlamaForCausalLM",

@@ -20,6 +20,12 @@ class Glm4MoeAttention(LlamaAttention):
     def biases(config: ModelConfig) -> tuple[bool, bool]:
         return config.attention_bias, False
 
+    @staticmethod
+    @override
+    def norm_shapes(config: ModelConfig) -> dict[str, Shape]:
+        norm: Shape = (config.head_dim,)
+        return {"self_attn.q_norm.weight": norm, "self_attn.k_norm.weight": norm} if _has_norms(config) else {}
+
     def head_norms(self, build: Build, prefix: str) -> tuple[RMSNorm, RMSNorm] | None:
         """`{prefix}.q_norm` and `{prefix}.k_norm`, if there are norms."""
         if not _has_norms(build.config):
@@ -36,13 +42,6 @@ class Glm4MoeForCausalLM(GroupedMoEForCausalLM):
     @override
     def check(cls, config: ModelConfig) -> None:
         refuse_windows(config)
-
-    @classmethod
-    def attention_shapes(cls, config: ModelConfig) -> dict[str, Shape]:
-        """Llama's tensors and, in some models, the two norms."""
-        norm: Shape = (config.head_dim,)
-        norms = {"self_attn.q_norm.weight": norm, "self_attn.k_norm.weight": norm} if _has_norms(config) else {}
-        return super().attention_shapes(config) | norms
 
 
 def _has_norms(config: ModelConfig) -> bool:

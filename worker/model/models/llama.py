@@ -78,6 +78,11 @@ class LlamaAttention:
         """Scores [Hq] of this rank's `heads` that enter the softmax without a value; None in Llama."""
         return None
 
+    @staticmethod
+    def norm_shapes(config: ModelConfig) -> dict[str, Shape]:
+        """Name and shape of the tensors of `head_norms`."""
+        return {}
+
     def head_norms(self, build: Build, prefix: str) -> tuple[RMSNorm, RMSNorm] | None:
         """Norms of each head's queries and keys before the rotation; None in Llama."""
         return None
@@ -334,6 +339,7 @@ class LlamaForCausalLM:
             | linear_shapes("self_attn.k_proj", keys, hidden, bias)
             | linear_shapes("self_attn.v_proj", keys, hidden, bias)
             | linear_shapes("self_attn.o_proj", hidden, queries, output_bias)
+            | cls.attention.norm_shapes(config)
         )
 
     @classmethod

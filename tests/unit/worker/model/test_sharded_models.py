@@ -36,6 +36,7 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
     "granite": {"architecture": "granite", "attention_bias": True},
     "smollm3": {"architecture": "smollm3", "mlp_bias": True},
     "qwen3-one-kv-head": {"architecture": "qwen3", "num_key_value_heads": 1, "tie_word_embeddings": False},
+    "qwen2-moe": {"architecture": "qwen2_moe"},
     "qwen3-moe": {"architecture": "qwen3_moe", "decoder_sparse_step": 2},
     "mixtral": {"architecture": "mixtral", "sliding_window": 30},
     "glm4-moe": {"architecture": "glm4_moe", "attention_bias": True},
