@@ -76,6 +76,8 @@ MAX_FORCED_TEXTS = 1024
 # Steps of an engine that its flight recorder keeps, and sequences of all of them together (45 bytes each).
 MAX_STEP_RECORDS = 4096
 MAX_STEP_RECORD_ROWS = 1 << 17
+# Sequences of all steps in one response of ListSteps, which takes the event loop 10 ms.
+MAX_LISTED_STEP_ROWS = 4096
 # Of one call of Score.
 MAX_CONTINUATIONS = 128
 # Of one call of Embed: texts, and numbers in all, which are four bytes each of one message of less than 4 MiB.

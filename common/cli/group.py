@@ -45,6 +45,7 @@ SUMMARIES = {
     "routing": "Show or change how a running router admits and places requests.",
     "reload": "Let a running router read its configuration again.",
     "requests": "List the requests in flight at a running router.",
+    "steps": "Show the newest steps of a worker: what each computed, and when.",
     "cancel": "End a request in flight at a running router.",
     "info": "Show version, start and options of a running router.",
     "keys": "Make API keys for the callers of a router.",

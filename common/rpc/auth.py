@@ -61,6 +61,7 @@ METHOD_ROLES: Final[Mapping[str, frozenset[Role]]] = {
     "fissile.admin.v1.AdminService/GetRouting": _READ,
     "fissile.admin.v1.AdminService/ListRequests": _READ,
     "fissile.admin.v1.AdminService/GetServerInfo": _READ,
+    "fissile.admin.v1.AdminService/ListSteps": _READ,
     "fissile.admin.v1.AdminService/CancelRequest": _WRITE,
     "fissile.admin.v1.AdminService/CordonWorker": _WRITE,
     "fissile.admin.v1.AdminService/UncordonWorker": _WRITE,

@@ -186,6 +186,15 @@ class AdminService(AdminServiceServicer):
             caches = await asyncio.gather(*map(self._flush, workers))
             return apb.FlushCachesResponse(caches=sorted(caches, key=lambda cache: cache.worker_id))
 
+    async def ListSteps(self, request: apb.ListStepsRequest, context: Context) -> apb.ListStepsResponse:
+        """Forwards the call to the worker."""
+        async with RpcScope(self._tracing, context, "ListSteps", service=SERVICE):
+            refuse_unserved(request, frozenset({"worker_id", "last", "request_id", "before"}))
+            wanted = wpb.ListStepsRequest(last=request.last, request_id=request.request_id, before=request.before)
+            async with self._worker_stub(self._find(request.worker_id)) as stub:
+                answer = await stub.ListSteps(wanted, timeout=CONNECT_TIMEOUT_S)
+            return apb.ListStepsResponse(steps=answer.steps)
+
     # Configuration.
 
     async def GetRouting(self, request: apb.GetRoutingRequest, context: Context) -> apb.GetRoutingResponse:

@@ -143,6 +143,9 @@ class FakeWorker(WorkerServiceServicer):
     async def FlushCache(self, request: wpb.FlushCacheRequest, context: Any) -> wpb.FlushCacheResponse:
         return wpb.FlushCacheResponse(blocks=7)
 
+    async def ListSteps(self, request: wpb.ListStepsRequest, context: Any) -> wpb.ListStepsResponse:
+        return wpb.ListStepsResponse(steps=[wpb.Step(number=7)])
+
     async def Session(self, requests: Any, context: Any) -> None:  # type: ignore[override]
         hello = (await context.read()).hello
         assert hello.router_id

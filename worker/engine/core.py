@@ -282,6 +282,7 @@ class EngineCore:
             now,
             self._clock(),
             batch.req_ids,
+            batch.columns.request_ids,
             batch.num_scheduled_tokens,
             batch.num_computed_tokens,
             batch.num_cached_tokens,

@@ -34,6 +34,7 @@ class StepRow(NamedTuple):
 
     Attributes:
         seq_id: of the sequence.
+        request_id: of its request, "" if unknown.
         kind: what the step does with it.
         num_tokens: tokens that the step computes of it, drafts included.
         num_computed: tokens computed before; all drafts of steps in flight count as accepted.
@@ -41,6 +42,7 @@ class StepRow(NamedTuple):
     """
 
     seq_id: int
+    request_id: str
     kind: RowKind
     num_tokens: int
     num_computed: int
@@ -56,6 +58,7 @@ class StepRecord:
         scheduled, launched, waited, finished: times (see the module); None while they are still ahead.
         duration_s: seconds of the forward pass, as the executor measured it; 0 until `finished`.
         seq_ids: ids of the sequences.
+        request_ids: ids of their requests, "" where unknown.
         num_tokens: tokens that the step computes of each.
         num_computed: tokens of each computed before (StepRow).
         num_cached: cached tokens of each (StepRow).
@@ -72,6 +75,7 @@ class StepRecord:
     scheduled: float
     launched: float
     seq_ids: list[int]
+    request_ids: list[str]
     num_tokens: list[int]
     num_computed: list[int]
     num_cached: list[int]
@@ -89,11 +93,12 @@ class StepRecord:
     def rows(self) -> Iterator[StepRow]:
         """The step's sequences one by one."""
         num_decodes = len(self.seq_ids) - self.num_prefills
-        columns = zip(self.seq_ids, self.num_tokens, self.num_computed, self.num_cached, strict=True)
-        for place, (seq_id, num_tokens, num_computed, num_cached) in enumerate(columns):
+        numbers = zip(self.num_tokens, self.num_computed, self.num_cached, strict=True)
+        owners = zip(self.seq_ids, self.request_ids, strict=True)
+        for place, (owner, (num_tokens, num_computed, num_cached)) in enumerate(zip(owners, numbers, strict=True)):
             decodes = RowKind.VERIFY if num_tokens > 1 else RowKind.DECODE
             kind = decodes if place < num_decodes else RowKind.PREFILL
-            yield StepRow(seq_id, kind, num_tokens, num_computed, num_cached)
+            yield StepRow(*owner, kind, num_tokens, num_computed, num_cached)
 
 
 class StepRing:

@@ -19,6 +19,7 @@ from common.telemetry import names
 from worker.engine.core import EngineCore
 from worker.engine.figures import EngineFigures
 from worker.engine.outputs import EngineLoad
+from worker.engine.step_record import StepRing
 from worker.engine.turns import Cancel, EndAll, Flush, SetDeadline, Submit, TicketReceipt, Turn, WatchBlocks
 from worker.session.block_log import BlockLog
 from worker.session.cache_events import KvLog
@@ -108,6 +109,11 @@ class EngineLoop:
     def busy_s(self, now: float) -> float:
         """Duration of the current step so far; 0 when idle."""
         return 0.0 if self._thread is None else self._thread.busy_s(now)
+
+    @property
+    def steps(self) -> StepRing:
+        """Records of the newest steps of the engine, or of one that has failed."""
+        return StepRing() if self._thread is None else self._thread.steps
 
     def submit_group(self, receipt: TicketReceipt, live: Many[OwnedSequence]) -> None:
         """Submits a group that a router has released: it enters the waiting queue as a whole."""

@@ -14,6 +14,7 @@ from typing import Final
 
 from common.errors import EngineError
 from worker.engine.core import EngineCore
+from worker.engine.step_record import StepRing
 from worker.engine.turns import Command, EngineTurns, Turn
 from worker.garbage import GarbageCollector
 
@@ -22,12 +23,15 @@ _GATED_WAIT_S: Final = 0.001
 
 
 class EngineThread:
-    """Runs the engine. Other threads may only call `start`, `put`, `stop`, `join` and `busy_s`.
+    """Runs the engine. Other threads may only call `start`, `put`, `stop`, `join` and `busy_s`, and read `steps`.
 
     Args:
         build: makes the engine, on the thread, because loading a model takes long.
         started, turned, failed: callbacks, called on the thread.
         clock: monotonic seconds.
+
+    Attributes:
+        steps: records of the engine's newest steps; empty until the engine is built.
     """
 
     def __init__(
@@ -39,6 +43,7 @@ class EngineThread:
         failed: Callable[[Exception], None],
         clock: Callable[[], float],
     ) -> None:
+        self.steps = StepRing()
         self._build = build
         self._started = started
         self._turned = turned
@@ -81,6 +86,7 @@ class EngineThread:
     def _run(self) -> None:
         try:
             with contextlib.closing(self._build()) as core:
+                self.steps = core.steps
                 turns = EngineTurns(core, self._clock)
                 self._collector.start()
                 self._started(turns.report())

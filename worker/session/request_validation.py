@@ -65,6 +65,7 @@ GENERATE: Final = frozenset({"request_id", "token_ids", "seed", "cache_salt", "p
     "params", SAMPLING_FIELDS - set(LOGPROB_FIELDS)
 )
 DRAIN: Final = frozenset({"deadline_ms"})
+LIST_STEPS: Final = frozenset({"last", "request_id", "before"})
 SET_INTAKE: Final = frozenset({"intake"})
 INTAKES: Final = frozenset({wpb.INTAKE_OPEN, wpb.INTAKE_CORDONED, wpb.INTAKE_EVICTING})
 

@@ -56,6 +56,7 @@ from worker.session.sequence_builder import build_sequence, check_sequence
 from worker.session.sequence_span import sequence_span
 from worker.session.session import check_bounds, check_hello, check_owner
 from worker.session.session_stream import Context, SessionStream, StreamEnd
+from worker.session.step_protos import newest_steps, step_proto
 from worker.session.worker_info import WorkerFacts
 
 SERVICE = "fissile.worker.v1.WorkerService"
@@ -287,6 +288,14 @@ class WorkerService(WorkerServiceServicer):
             log.info("cache flushed", blocks=blocks)
         return wpb.FlushCacheResponse(blocks=blocks)
 
+    async def ListSteps(self, request: wpb.ListStepsRequest, context: Context) -> wpb.ListStepsResponse:
+        """Lists the newest steps, at any time."""
+        async with self.scope(context):
+            refuse_unserved(request, request_validation.LIST_STEPS)
+            records = newest_steps(self._engine.steps, request)
+        now, unix_s = self._clock(), time.time()
+        return wpb.ListStepsResponse(steps=[step_proto(record, now, unix_s) for record in records])
+
     # Used by the methods above.
 
     @asynccontextmanager
@@ -391,4 +400,5 @@ class WorkerService(WorkerServiceServicer):
             seed=request.seed if request.HasField("seed") else derive_seed(request_id),
             arrived=now,
             deadline=None if left is None else now + left,
+            request_id=request_id,
         )

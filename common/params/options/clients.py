@@ -17,7 +17,7 @@ _TEXTS: Final = ("embed", "rerank", "score")
 _ONE_ROUTER: Final = ("verify", BENCH_SERVE, "models", "health")
 _ADMIN: Final = (
     "workers", "cordon", "uncordon", "drain", "flush", "routing", "reload", "requests", "cancel", "info",
-    "top",
+    "top", "steps",
 )  # fmt: skip
 _ALL: Final = (*_ANSWERS, *_TEXTS, *_ONE_ROUTER, *_ADMIN)
 _WITHOUT_HEALTH: Final = tuple(command for command in _ALL if command != "health")
@@ -192,6 +192,15 @@ _OPERATORS: Final = (
     Option(
         "--tenant", "FISSILE_TENANT", "Show those of this tenant only.", ("requests",), default="", metavar="NAME",
     ),
+    Option(
+        "--last", "FISSILE_STEPS_LAST", "Number of steps to show, at most as many as the worker remembers.",
+        ("steps",), click.IntRange(1), 20, metavar="N",
+    ),
+    Option(
+        "--request", "FISSILE_STEPS_REQUEST",
+        "Show only the steps that computed the request with this id. Default: all steps.",
+        ("steps",), default="", parameter="request_id", metavar="ID",
+    ),
     Option("--tenant", "FISSILE_TENANT", "Tenant of the request.", ("cancel",), default="", metavar="NAME"),
     Option(
         "--tenant", "FISSILE_TENANT",
@@ -263,7 +272,7 @@ _CREDENTIALS: Final = (
         "--json", "FISSILE_JSON", "Print JSON.",
         (
             *("generate", "rerank", "score", "verify", "models", "workers", "flush", "routing", "reload", "requests"),
-            *("info", "keys new", "config show", "version"),
+            *("steps", "info", "keys new", "config show", "version"),
         ),
         default=False, parameter="as_json", is_flag=True,
     ),

@@ -37,6 +37,7 @@ from tests.unit.worker.session import (
     test_intake,
     test_outbox,
     test_session,
+    test_step_protos,
 )
 from worker.engine.block_manager import BlockManager
 from worker.engine.lifecycle import Lifecycle
@@ -51,7 +52,7 @@ from worker.model.forward_context import DPMetadata
 from worker.ranks import frames
 from worker.ranks.batch_delta import BatchDecoder, BatchEncoder
 from worker.ranks.frames import FrameReader
-from worker.session import outbox
+from worker.session import outbox, step_protos
 from worker.session.block_log import BlockLog
 from worker.session.cache_events import KvCursor, KvLog
 from worker.session.intake import Inbox
@@ -80,6 +81,7 @@ _NEVER_LONGER = test_draft_controller.test_drafts_never_take_longer_than_plain_d
 _BEST_NUMBER = test_draft_controller.test_chosen_number_has_most_tokens_per_second
 _HARDLY_LONGER = test_draft_controller.test_forced_text_lengthens_mixed_steps_by_at_most_5_percent
 _KEPT = test_step_record.test_ring_keeps_longest_tail_within_bounds
+_PAGES = test_step_protos.test_pages_have_every_step_of_request_once
 _OF_EACH = test_step_costs.test_longer_is_cost_ratio_of_each_number_of_drafts
 _FREE_ROWS = Mutant(
     "free_rows", DraftController, "_count", "self.costs.longer(rows, num_drafts)", "np.ones(num_drafts)"
@@ -153,6 +155,7 @@ MUTANTS: list[tuple[Mutant, Test]] = [
     (Mutant("to_the_back", Lifecycle, "preempt", "appendleft(seq)", "append(seq)"), _SCHEDULER),
     (Mutant("rows_stay", StepRing, "append", "self._num_rows -= ", ""), _KEPT),
     (Mutant("all_newest", StepRing, "newest", "max(0, len(records) - count)", "-count"), _KEPT),
+    (Mutant("page_again", step_protos, "newest_steps", "record.number >= before", "record.number > before"), _PAGES),
     (Mutant("over_budget", StepLimits, "chunk", "<= budget", "<= budget + 1"), _SCHEDULER),
     (Mutant("no_end", DPMetadata, "chunked_sizes", _SIZE, _LEFT), _CHUNKS),
     (Mutant("less_than_none", DPMetadata, "chunked_sizes", f"max(0, {_SIZE})", _SIZE), _CHUNKS),

@@ -5,6 +5,7 @@ The router's API for operators, served on a port of its own. Clients use fissile
 
 from collections import abc as _abc
 from fissile.v1 import inference_pb2 as _inference_pb2
+from fissile.worker.v1 import worker_pb2 as _worker_pb2
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import field_mask_pb2 as _field_mask_pb2
@@ -600,6 +601,66 @@ class FlushedCache(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___FlushedCache: _TypeAlias = FlushedCache  # noqa: Y015
+
+@_typing.final
+class ListStepsRequest(_message.Message):
+    """Asks for the newest steps of a worker."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    LAST_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    BEFORE_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    """Name of the worker."""
+    last: _builtins.int
+    """Most steps; 0: all that the response has room for."""
+    request_id: _builtins.str
+    """Only steps with a sequence of this request; empty: all steps."""
+    before: _builtins.int
+    """Only steps before the one with this number; 0: all steps."""
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        last: _builtins.int = ...,
+        request_id: _builtins.str = ...,
+        before: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["before", b"before", "last", b"last", "request_id", b"request_id", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListStepsRequest: _TypeAlias = ListStepsRequest  # noqa: Y015
+
+@_typing.final
+class ListStepsResponse(_message.Message):
+    """The newest steps of a worker, oldest first."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STEPS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def steps(self) -> _containers.RepeatedCompositeFieldContainer[_worker_pb2.Step]:
+        """One entry per step. Their sequences are at most 4,096 in all, unless one step alone has more, so there may be fewer
+        steps than wanted: then ask for those before the first one.
+        """
+
+    def __init__(
+        self,
+        *,
+        steps: _abc.Iterable[_worker_pb2.Step] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["steps", b"steps"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListStepsResponse: _TypeAlias = ListStepsResponse  # noqa: Y015
 
 @_typing.final
 class Routing(_message.Message):

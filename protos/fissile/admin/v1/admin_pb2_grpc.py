@@ -70,6 +70,11 @@ class AdminServiceStub(object):
                 request_serializer=fissile_dot_admin_dot_v1_dot_admin__pb2.FlushCachesRequest.SerializeToString,
                 response_deserializer=fissile_dot_admin_dot_v1_dot_admin__pb2.FlushCachesResponse.FromString,
                 _registered_method=True)
+        self.ListSteps = channel.unary_unary(
+                '/fissile.admin.v1.AdminService/ListSteps',
+                request_serializer=fissile_dot_admin_dot_v1_dot_admin__pb2.ListStepsRequest.SerializeToString,
+                response_deserializer=fissile_dot_admin_dot_v1_dot_admin__pb2.ListStepsResponse.FromString,
+                _registered_method=True)
         self.GetRouting = channel.unary_unary(
                 '/fissile.admin.v1.AdminService/GetRouting',
                 request_serializer=fissile_dot_admin_dot_v1_dot_admin__pb2.GetRoutingRequest.SerializeToString,
@@ -155,6 +160,13 @@ class AdminServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListSteps(self, request, context):
+        """Lists the newest steps of a worker's engine: what each computed, and when.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetRouting(self, request, context):
         """Returns the settings by which requests are admitted and placed.
         """
@@ -230,6 +242,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.FlushCaches,
                     request_deserializer=fissile_dot_admin_dot_v1_dot_admin__pb2.FlushCachesRequest.FromString,
                     response_serializer=fissile_dot_admin_dot_v1_dot_admin__pb2.FlushCachesResponse.SerializeToString,
+            ),
+            'ListSteps': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListSteps,
+                    request_deserializer=fissile_dot_admin_dot_v1_dot_admin__pb2.ListStepsRequest.FromString,
+                    response_serializer=fissile_dot_admin_dot_v1_dot_admin__pb2.ListStepsResponse.SerializeToString,
             ),
             'GetRouting': grpc.unary_unary_rpc_method_handler(
                     servicer.GetRouting,
@@ -430,6 +447,33 @@ class AdminService(object):
             '/fissile.admin.v1.AdminService/FlushCaches',
             fissile_dot_admin_dot_v1_dot_admin__pb2.FlushCachesRequest.SerializeToString,
             fissile_dot_admin_dot_v1_dot_admin__pb2.FlushCachesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListSteps(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fissile.admin.v1.AdminService/ListSteps',
+            fissile_dot_admin_dot_v1_dot_admin__pb2.ListStepsRequest.SerializeToString,
+            fissile_dot_admin_dot_v1_dot_admin__pb2.ListStepsResponse.FromString,
             options,
             channel_credentials,
             insecure,

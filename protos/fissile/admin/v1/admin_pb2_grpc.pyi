@@ -55,6 +55,8 @@ class AdminServiceStub:
     """Streams the state of the workers and the queues at an interval, until the client cancels."""
     FlushCaches: _grpc.UnaryUnaryMultiCallable[_admin_pb2.FlushCachesRequest, _admin_pb2.FlushCachesResponse]
     """Drops the prefix caches of workers, except for blocks that running requests use."""
+    ListSteps: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListStepsRequest, _admin_pb2.ListStepsResponse]
+    """Lists the newest steps of a worker's engine: what each computed, and when."""
     GetRouting: _grpc.UnaryUnaryMultiCallable[_admin_pb2.GetRoutingRequest, _admin_pb2.GetRoutingResponse]
     """Returns the settings by which requests are admitted and placed."""
     SetRouting: _grpc.UnaryUnaryMultiCallable[_admin_pb2.SetRoutingRequest, _admin_pb2.SetRoutingResponse]
@@ -97,6 +99,8 @@ class AdminServiceAsyncStub(AdminServiceStub):
     """Streams the state of the workers and the queues at an interval, until the client cancels."""
     FlushCaches: _aio.UnaryUnaryMultiCallable[_admin_pb2.FlushCachesRequest, _admin_pb2.FlushCachesResponse]  # type: ignore[assignment]
     """Drops the prefix caches of workers, except for blocks that running requests use."""
+    ListSteps: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListStepsRequest, _admin_pb2.ListStepsResponse]  # type: ignore[assignment]
+    """Lists the newest steps of a worker's engine: what each computed, and when."""
     GetRouting: _aio.UnaryUnaryMultiCallable[_admin_pb2.GetRoutingRequest, _admin_pb2.GetRoutingResponse]  # type: ignore[assignment]
     """Returns the settings by which requests are admitted and placed."""
     SetRouting: _aio.UnaryUnaryMultiCallable[_admin_pb2.SetRoutingRequest, _admin_pb2.SetRoutingResponse]  # type: ignore[assignment]
@@ -172,6 +176,14 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.FlushCachesResponse, _abc.Awaitable[_admin_pb2.FlushCachesResponse]]:
         """Drops the prefix caches of workers, except for blocks that running requests use."""
+
+    @_abc_1.abstractmethod
+    def ListSteps(
+        self,
+        request: _admin_pb2.ListStepsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.ListStepsResponse, _abc.Awaitable[_admin_pb2.ListStepsResponse]]:
+        """Lists the newest steps of a worker's engine: what each computed, and when."""
 
     @_abc_1.abstractmethod
     def GetRouting(

@@ -258,6 +258,34 @@ WORKER_STATE_FAILED: WorkerState.ValueType  # 4
 """Its engine has failed."""
 Global___WorkerState: _TypeAlias = WorkerState  # noqa: Y015
 
+class _StepRowKind:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _StepRowKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_StepRowKind.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    STEP_ROW_KIND_UNSPECIFIED: _StepRowKind.ValueType  # 0
+    """Never sent."""
+    STEP_ROW_KIND_DECODE: _StepRowKind.ValueType  # 1
+    """Decodes one token."""
+    STEP_ROW_KIND_VERIFY: _StepRowKind.ValueType  # 2
+    """Decodes one token, and verifies drafts behind it."""
+    STEP_ROW_KIND_PREFILL: _StepRowKind.ValueType  # 3
+    """Computes tokens of a prompt, or of a preempted sequence anew."""
+
+class StepRowKind(_StepRowKind, metaclass=_StepRowKindEnumTypeWrapper):
+    """What a step does with a sequence."""
+
+STEP_ROW_KIND_UNSPECIFIED: StepRowKind.ValueType  # 0
+"""Never sent."""
+STEP_ROW_KIND_DECODE: StepRowKind.ValueType  # 1
+"""Decodes one token."""
+STEP_ROW_KIND_VERIFY: StepRowKind.ValueType  # 2
+"""Decodes one token, and verifies drafts behind it."""
+STEP_ROW_KIND_PREFILL: StepRowKind.ValueType  # 3
+"""Computes tokens of a prompt, or of a preempted sequence anew."""
+Global___StepRowKind: _TypeAlias = StepRowKind  # noqa: Y015
+
 @_typing.final
 class SamplingParams(_message.Message):
     """Sampling parameters, validated and with all defaults filled in by the router."""
@@ -2010,3 +2038,181 @@ class FlushCacheResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___FlushCacheResponse: _TypeAlias = FlushCacheResponse  # noqa: Y015
+
+@_typing.final
+class ListStepsRequest(_message.Message):
+    """Asks for the newest steps."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LAST_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    BEFORE_FIELD_NUMBER: _builtins.int
+    last: _builtins.int
+    """Most steps; 0: all that the response has room for."""
+    request_id: _builtins.str
+    """Only steps with a sequence of this request; empty: all steps."""
+    before: _builtins.int
+    """Only steps before the one with this number; 0: all steps."""
+    def __init__(
+        self,
+        *,
+        last: _builtins.int = ...,
+        request_id: _builtins.str = ...,
+        before: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["before", b"before", "last", b"last", "request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListStepsRequest: _TypeAlias = ListStepsRequest  # noqa: Y015
+
+@_typing.final
+class ListStepsResponse(_message.Message):
+    """The newest steps, oldest first."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STEPS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def steps(self) -> _containers.RepeatedCompositeFieldContainer[Global___Step]:
+        """One entry per step. Their sequences are at most 4,096 in all, unless one step alone has more, so there may be fewer
+        steps than wanted: then ask for those before the first one.
+        """
+
+    def __init__(
+        self,
+        *,
+        steps: _abc.Iterable[Global___Step] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["steps", b"steps"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListStepsResponse: _TypeAlias = ListStepsResponse  # noqa: Y015
+
+@_typing.final
+class Step(_message.Message):
+    """One step of the engine: what it computed and when, without any token."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    START_US_FIELD_NUMBER: _builtins.int
+    SCHEDULE_US_FIELD_NUMBER: _builtins.int
+    LAUNCH_US_FIELD_NUMBER: _builtins.int
+    WAIT_US_FIELD_NUMBER: _builtins.int
+    FORWARD_US_FIELD_NUMBER: _builtins.int
+    IN_FLIGHT_FIELD_NUMBER: _builtins.int
+    FREE_BLOCKS_FIELD_NUMBER: _builtins.int
+    TOTAL_BLOCKS_FIELD_NUMBER: _builtins.int
+    WAITING_SEQS_FIELD_NUMBER: _builtins.int
+    GATED_SEQS_FIELD_NUMBER: _builtins.int
+    NEW_TOKENS_FIELD_NUMBER: _builtins.int
+    PREEMPTED_FIELD_NUMBER: _builtins.int
+    ROWS_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    """Number of the step since the engine's start, from 1."""
+    start_us: _builtins.int
+    """Unix time in microseconds at which the scheduler began to fill the step."""
+    schedule_us: _builtins.int
+    """Microseconds in which the scheduler filled it."""
+    launch_us: _builtins.int
+    """Microseconds from its launch until the engine began to wait for its output. With deferred output the engine fills the
+    next step in this time; without, on a CPU in the worker's process, the step is computed in it.
+    """
+    wait_us: _builtins.int
+    """Microseconds for which the engine waited for its output; while `in_flight`, until now."""
+    forward_us: _builtins.int
+    """Microseconds of the forward pass; 0 while `in_flight`."""
+    in_flight: _builtins.bool
+    """True: its output has not arrived. The engine waits for it, or has failed in it."""
+    free_blocks: _builtins.int
+    """KV blocks that were free, or could be evicted, after the step got its own."""
+    total_blocks: _builtins.int
+    """All KV blocks."""
+    waiting_seqs: _builtins.int
+    """Sequences that waited for their first step, or for the first one after a preemption."""
+    gated_seqs: _builtins.int
+    """Sequences of calls without a router that the worker's own delay gate held back."""
+    new_tokens: _builtins.int
+    """Tokens that its output added to answers."""
+    @_builtins.property
+    def preempted(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Numbers of the sequences that lost their blocks to this step."""
+
+    @_builtins.property
+    def rows(self) -> _containers.RepeatedCompositeFieldContainer[Global___StepRow]:
+        """Its sequences, in the order of the batch: decodes, then prompts."""
+
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+        start_us: _builtins.int = ...,
+        schedule_us: _builtins.int = ...,
+        launch_us: _builtins.int = ...,
+        wait_us: _builtins.int = ...,
+        forward_us: _builtins.int = ...,
+        in_flight: _builtins.bool = ...,
+        free_blocks: _builtins.int = ...,
+        total_blocks: _builtins.int = ...,
+        waiting_seqs: _builtins.int = ...,
+        gated_seqs: _builtins.int = ...,
+        new_tokens: _builtins.int = ...,
+        preempted: _abc.Iterable[_builtins.int] | None = ...,
+        rows: _abc.Iterable[Global___StepRow] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["forward_us", b"forward_us", "free_blocks", b"free_blocks", "gated_seqs", b"gated_seqs", "in_flight", b"in_flight", "launch_us", b"launch_us", "new_tokens", b"new_tokens", "number", b"number", "preempted", b"preempted", "rows", b"rows", "schedule_us", b"schedule_us", "start_us", b"start_us", "total_blocks", b"total_blocks", "wait_us", b"wait_us", "waiting_seqs", b"waiting_seqs"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Step: _TypeAlias = Step  # noqa: Y015
+
+@_typing.final
+class StepRow(_message.Message):
+    """One sequence of a step."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEQUENCE_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    COMPUTED_TOKENS_FIELD_NUMBER: _builtins.int
+    CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    sequence: _builtins.int
+    """Number of the sequence in the worker's process."""
+    request_id: _builtins.str
+    """Id of its request; empty if the router does not name it."""
+    kind: Global___StepRowKind.ValueType
+    """What the step does with it."""
+    tokens: _builtins.int
+    """Tokens that the step computes of it, drafts included."""
+    computed_tokens: _builtins.int
+    """Tokens computed before. Drafts of earlier steps that are in flight count as accepted."""
+    cached_tokens: _builtins.int
+    """Tokens of its prompt that the prefix cache had when it was admitted."""
+    def __init__(
+        self,
+        *,
+        sequence: _builtins.int = ...,
+        request_id: _builtins.str = ...,
+        kind: Global___StepRowKind.ValueType = ...,
+        tokens: _builtins.int = ...,
+        computed_tokens: _builtins.int = ...,
+        cached_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "computed_tokens", b"computed_tokens", "kind", b"kind", "request_id", b"request_id", "sequence", b"sequence", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StepRow: _TypeAlias = StepRow  # noqa: Y015

@@ -70,6 +70,11 @@ class WorkerServiceStub(object):
                 request_serializer=fissile_dot_worker_dot_v1_dot_worker__pb2.FlushCacheRequest.SerializeToString,
                 response_deserializer=fissile_dot_worker_dot_v1_dot_worker__pb2.FlushCacheResponse.FromString,
                 _registered_method=True)
+        self.ListSteps = channel.unary_unary(
+                '/fissile.worker.v1.WorkerService/ListSteps',
+                request_serializer=fissile_dot_worker_dot_v1_dot_worker__pb2.ListStepsRequest.SerializeToString,
+                response_deserializer=fissile_dot_worker_dot_v1_dot_worker__pb2.ListStepsResponse.FromString,
+                _registered_method=True)
 
 
 class WorkerServiceServicer(object):
@@ -125,6 +130,13 @@ class WorkerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListSteps(self, request, context):
+        """Lists the newest steps of the engine, those in flight included. Answers also while a step hangs or after one has failed.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -162,6 +174,11 @@ def add_WorkerServiceServicer_to_server(servicer, server):
                     servicer.FlushCache,
                     request_deserializer=fissile_dot_worker_dot_v1_dot_worker__pb2.FlushCacheRequest.FromString,
                     response_serializer=fissile_dot_worker_dot_v1_dot_worker__pb2.FlushCacheResponse.SerializeToString,
+            ),
+            'ListSteps': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListSteps,
+                    request_deserializer=fissile_dot_worker_dot_v1_dot_worker__pb2.ListStepsRequest.FromString,
+                    response_serializer=fissile_dot_worker_dot_v1_dot_worker__pb2.ListStepsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -354,6 +371,33 @@ class WorkerService(object):
             '/fissile.worker.v1.WorkerService/FlushCache',
             fissile_dot_worker_dot_v1_dot_worker__pb2.FlushCacheRequest.SerializeToString,
             fissile_dot_worker_dot_v1_dot_worker__pb2.FlushCacheResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListSteps(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fissile.worker.v1.WorkerService/ListSteps',
+            fissile_dot_worker_dot_v1_dot_worker__pb2.ListStepsRequest.SerializeToString,
+            fissile_dot_worker_dot_v1_dot_worker__pb2.ListStepsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -58,6 +58,8 @@ class WorkerServiceStub:
     """Sets whether the worker takes new work. It does not exit, and tells all its routers at once."""
     FlushCache: _grpc.UnaryUnaryMultiCallable[_worker_pb2.FlushCacheRequest, _worker_pb2.FlushCacheResponse]
     """Drops the cached KV blocks that no sequence holds."""
+    ListSteps: _grpc.UnaryUnaryMultiCallable[_worker_pb2.ListStepsRequest, _worker_pb2.ListStepsResponse]
+    """Lists the newest steps of the engine, those in flight included. Answers also while a step hangs or after one has failed."""
 
 @_typing.type_check_only
 class WorkerServiceAsyncStub(WorkerServiceStub):
@@ -78,6 +80,8 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     """Sets whether the worker takes new work. It does not exit, and tells all its routers at once."""
     FlushCache: _aio.UnaryUnaryMultiCallable[_worker_pb2.FlushCacheRequest, _worker_pb2.FlushCacheResponse]  # type: ignore[assignment]
     """Drops the cached KV blocks that no sequence holds."""
+    ListSteps: _aio.UnaryUnaryMultiCallable[_worker_pb2.ListStepsRequest, _worker_pb2.ListStepsResponse]  # type: ignore[assignment]
+    """Lists the newest steps of the engine, those in flight included. Answers also while a step hangs or after one has failed."""
 
 class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
     """One worker: an engine with a model."""
@@ -137,5 +141,13 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.FlushCacheResponse, _abc.Awaitable[_worker_pb2.FlushCacheResponse]]:
         """Drops the cached KV blocks that no sequence holds."""
+
+    @_abc_1.abstractmethod
+    def ListSteps(
+        self,
+        request: _worker_pb2.ListStepsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.ListStepsResponse, _abc.Awaitable[_worker_pb2.ListStepsResponse]]:
+        """Lists the newest steps of the engine, those in flight included. Answers also while a step hangs or after one has failed."""
 
 def add_WorkerServiceServicer_to_server(servicer: WorkerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -168,6 +168,9 @@ class Servicer(worker_pb2_grpc.WorkerServiceServicer):
     async def FlushCache(self, request: Any, context: Any) -> worker_pb2.FlushCacheResponse:
         return worker_pb2.FlushCacheResponse()
 
+    async def ListSteps(self, request: Any, context: Any) -> worker_pb2.ListStepsResponse:
+        return worker_pb2.ListStepsResponse()
+
 
 class Everybody(Access):
     """Admits every caller that shows a name."""

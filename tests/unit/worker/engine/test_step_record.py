@@ -20,7 +20,7 @@ from worker.engine.step_record import RowKind, StepRecord, StepRing, StepRow
 def record(number: int, num_rows: int = 1) -> StepRecord:
     ids = [10 * number + i for i in range(num_rows)]
     ones = [1] * num_rows
-    return StepRecord(number, 0.5, 0.75, ids, ones, ones, ones, 0, 3, 4, 0, 0, [])
+    return StepRecord(number, 0.5, 0.75, ids, [""] * num_rows, ones, ones, ones, 0, 3, 4, 0, 0, [])
 
 
 @given(
@@ -69,11 +69,11 @@ def test_records_equal_batches_of_runner(number: int) -> None:
 
 
 def test_record_of_each_kind_of_row() -> None:
-    step = StepRecord(1, 0.0, 0.0, [5, 6, 7], [1, 3, 40], [20, 30, 16], [0, 16, 16], 1, 3, 4, 0, 0, [])
+    step = StepRecord(1, 0.0, 0.0, [5, 6, 7], ["a", "", "b"], [1, 3, 40], [20, 30, 16], [0, 16, 16], 1, 3, 4, 0, 0, [])
     assert list(step.rows()) == [
-        StepRow(5, RowKind.DECODE, 1, 20, 0),
-        StepRow(6, RowKind.VERIFY, 3, 30, 16),
-        StepRow(7, RowKind.PREFILL, 40, 16, 16),
+        StepRow(5, "a", RowKind.DECODE, 1, 20, 0),
+        StepRow(6, "", RowKind.VERIFY, 3, 30, 16),
+        StepRow(7, "b", RowKind.PREFILL, 40, 16, 16),
     ]
 
 

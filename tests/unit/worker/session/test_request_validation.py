@@ -22,6 +22,7 @@ NOT_SERVED = {
     "DrainRequest": set[str](),
     "SetIntakeRequest": set[str](),
     "FlushCacheRequest": set[str](),
+    "ListStepsRequest": set[str](),
     "GetWorkerRequest": set[str](),
     "GetTokenizerRequest": set[str](),
 }
@@ -32,6 +33,7 @@ REQUESTS: dict[str, tuple[Any, frozenset[str]]] = {
     "DrainRequest": (wpb.DrainRequest, request_validation.DRAIN),
     "SetIntakeRequest": (wpb.SetIntakeRequest, request_validation.SET_INTAKE),
     "FlushCacheRequest": (wpb.FlushCacheRequest, frozenset()),
+    "ListStepsRequest": (wpb.ListStepsRequest, request_validation.LIST_STEPS),
     "GetWorkerRequest": (wpb.GetWorkerRequest, frozenset()),
     "GetTokenizerRequest": (wpb.GetTokenizerRequest, frozenset()),
 }
