@@ -78,6 +78,12 @@ MAX_STEP_RECORDS = 4096
 MAX_STEP_RECORD_ROWS = 1 << 17
 # Sequences of all steps in one response of ListSteps, which takes the event loop 10 ms.
 MAX_LISTED_STEP_ROWS = 4096
+# Dumps of steps: sequences of all steps in one (about 4 MB), dumps that a worker keeps, how long it waits for one to be
+# written, and how often it looks whether a step hangs.
+MAX_DUMPED_STEP_ROWS = 32_768
+MAX_STEP_DUMPS = 8
+STEP_DUMP_WAIT_S = 5.0
+STEP_WATCH_S = 0.5
 # Of one call of Score.
 MAX_CONTINUATIONS = 128
 # Of one call of Embed: texts, and numbers in all, which are four bytes each of one message of less than 4 MiB.

@@ -301,6 +301,7 @@ ORDER = {
         "__main__.py",
         "cli",
         "server.py",
+        "step_dumps.py",
         "doors",
         "llm_engine.py",
         "session",

@@ -9,6 +9,7 @@ import socket
 import time
 from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Final
 
 import structlog
@@ -54,6 +55,7 @@ from worker.session.engine_loop import EngineLoop
 from worker.session.service import SERVICE, WorkerService
 from worker.session.worker_info import WorkerFacts
 from worker.simulation.cost_model import CostModel
+from worker.step_dumps import FAILED, StepDumps
 
 log = structlog.get_logger(__name__)
 
@@ -76,7 +78,8 @@ class WorkerOptions:
         drain_timeout_s: how long sequences may continue after SIGTERM.
         simulate: duration of steps without a model; None runs the model.
         topology: the ranks that share the model.
-        step_timeout_s: time after which a step of several ranks counts as hung.
+        step_timeout_s: time after which a step of several ranks counts as hung, and any step is dumped.
+        step_dumps: folder of dumps of steps; None writes none.
         tls: of its port; None is plain text.
         access: admits or refuses every call; None admits all.
         health_port: of health in plain text; 0 for any free one, None for no such port.
@@ -95,6 +98,7 @@ class WorkerOptions:
     simulate: CostModel | None = None
     topology: Topology = field(default_factory=Topology)
     step_timeout_s: float = STEP_TIMEOUT_S
+    step_dumps: Path | None = None
     tls: ServerTls | None = None
     access: PeerAccess | None = None
     health_port: int | None = None
@@ -139,6 +143,8 @@ class Worker:
         self.scrapes = scrape_port(options.host, options.metrics_port, self._metrics.table, self.server, options.tls)
         self._policy = RestartPolicy()
         self._core: EngineCore | None = None
+        self._dumps = StepDumps(options.step_dumps, options.step_timeout_s)
+        self._watch: asyncio.Task[None] | None = None
         self.engine = EngineLoop()
         self.service = WorkerService(self._loaded, files, self.engine, self._tracing)
         self._adapter = None
@@ -168,6 +174,8 @@ class Worker:
         if self.scrapes is not None:
             self.scrapes.start()
         self.engine.start(self._build)
+        self._dumps.worker_id = worker_id
+        self._watch = asyncio.create_task(self._dumps.watch(self.engine))
 
     async def wait_ready(self) -> None:
         """Waits until the model is loaded and warm, then reports SERVING.
@@ -226,7 +234,8 @@ class Worker:
         return await self._after_failure(stop, await self.engine.wait_failed())
 
     async def _after_failure(self, stop: asyncio.Event, why: str) -> int | None:
-        """Waits before another engine is made. Returns the exit code, None to continue."""
+        """Dumps the steps, and waits before another engine is made. Returns the exit code, None to continue."""
+        await self._dumps.write(self.engine.steps, FAILED)
         if not self._options.topology.has_ranks:
             return _FAILED
         # The engine ends its ranks, whose devices and ports the next ones need.
@@ -242,6 +251,8 @@ class Worker:
 
     async def stop(self) -> None:
         """Ends everything at once. May be called at any time, also twice."""
+        if self._watch is not None:
+            self._watch.cancel()
         self.engine.stop()
         await self.server.stop(0)
         if self.scrapes is not None:
@@ -275,6 +286,8 @@ class Worker:
                 await _first(self.engine.wait_failed(), asyncio.sleep(SESSION_FLUSH_S), self.engine.wait_idle()) == 0
             )
         await self.service.finish(SESSION_FLUSH_S)
+        if failed:
+            await self._dumps.write(self.engine.steps, FAILED)
         return _FAILED if failed else 0
 
     async def _wait_idle(self) -> None:

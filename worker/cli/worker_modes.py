@@ -77,15 +77,14 @@ SIMULATED: Final = Mode(
             "kv_digests",
             "enable_constraints",
             "enable_expert_parallel",
-            "step_timeout",
             "dist_secret",
         }
     ),
     holds={"weights_cache": "off", "enable_constraints": False, "kv_digests": 0.0},
 )
 WITHOUT_RANKS: Final = Mode(
-    "without --tp-size or --dp-size",
-    _has_no_ranks,
+    "without --tp-size, --dp-size or --step-dumps",
+    lambda given: _has_no_ranks(given) and given["step_dumps"] is None,
     "the model runs in the worker's own process, whose steps the router's --stall-timeout watches",
     unused=frozenset(("step_timeout",)),
 )

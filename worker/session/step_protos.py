@@ -46,8 +46,10 @@ def step_proto(record: StepRecord, now: float, unix_s: float) -> wpb.Step:
     )
 
 
-def newest_steps(steps: StepRing, wanted: wpb.ListStepsRequest) -> list[StepRecord]:
-    """The steps of one response, oldest first."""
+def newest_steps(
+    steps: StepRing, wanted: wpb.ListStepsRequest, max_rows: int = MAX_LISTED_STEP_ROWS
+) -> list[StepRecord]:
+    """The wanted steps, oldest first: as many of the newest as have at most `max_rows` sequences, at least one."""
     last, request_id, before = wanted.last, wanted.request_id, wanted.before
     found: list[StepRecord] = []
     num_rows = 0
@@ -55,7 +57,7 @@ def newest_steps(steps: StepRing, wanted: wpb.ListStepsRequest) -> list[StepReco
         if (before and record.number >= before) or (request_id and request_id not in record.request_ids):
             continue
         num_rows += len(record.seq_ids)
-        if (last and len(found) >= last) or (found and num_rows > MAX_LISTED_STEP_ROWS):
+        if (last and len(found) >= last) or (found and num_rows > max_rows):
             break
         found.append(record)
     return found[::-1]

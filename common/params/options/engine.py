@@ -219,8 +219,15 @@ _RANKS: Final = (
     Option(
         "--step-timeout", "FISSILE_STEP_TIMEOUT",
         "Time after which a step of several ranks counts as hung: routers move its requests to other workers, and the "
-        "ranks are started again. It must be longer than the longest prefill step.",
+        "ranks are started again. It must be longer than the longest prefill step. With --step-dumps also the time "
+        "after which any step is dumped.",
         (SERVE, WORKER), Duration(SHORTEST_S), STEP_TIMEOUT_S, is_passed_on=True,
+    ),
+    Option(
+        "--step-dumps", "FISSILE_STEP_DUMPS",
+        "Folder for dumps of the newest steps, made if it is missing: one when the engine fails, and one for each step "
+        "longer than --step-timeout. A dump has no texts and no tokens; `fissile replay-step` reads it. Default: none.",
+        (SERVE, WORKER), FILE, metavar="FOLDER", is_passed_on=True,
     ),
     Option(
         "--simulate", "FISSILE_SIMULATE",

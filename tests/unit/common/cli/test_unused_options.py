@@ -91,7 +91,7 @@ ON = {
     ("worker", "with --node-rank 1 or more and without --health-port"):
         "--model m --tp-size 2 --nnodes 2 --dist-init tcp://a:1 --node-rank 1",
     ("worker", "with --simulate"): "--model m --simulate instant",
-    ("worker", "without --tp-size or --dp-size"): "--model m",
+    ("worker", "without --tp-size, --dp-size or --step-dumps"): "--model m",
     ("worker", "without --nnodes or --dp-size"): "--model m --tp-size 2",
     ("worker", "with --dp-size 2 or more"): "--model m --dp-size 2 --dist-init tcp://a:1 --enable-expert-parallel",
     ("worker", "with kernels of a CPU"): "--model m --kernels cpu",
