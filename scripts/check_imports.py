@@ -347,6 +347,7 @@ LATE_IMPORTS = {
     "worker/doors/served_doors.py": "the stubs of a protocol may not be installed",
     "worker/engine_factory.py": "PyTorch takes seconds: on the engine's thread, and not when simulated or with ranks",
     "worker/cli/bench.py": "PyTorch takes seconds: `fissile bench offline --help` does without",
+    "worker/cli/replay_step.py": "PyTorch takes seconds: `fissile replay-step --help` does without",
     "worker/cli/warmup.py": "PyTorch takes seconds: `fissile worker warmup --help` does without",
     "worker/ranks/rank_process.py": "PyTorch takes seconds: the rank answers its engine before",
 }

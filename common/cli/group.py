@@ -52,6 +52,7 @@ SUMMARIES = {
     "health": "Check the health of a router or worker (exit code 0 or 1).",
     "config": "Show the options in force, and where each value comes from.",
     "router": "Run one router: the public API in front of the workers.",
+    "replay-step": "Compute a recorded step again under a profiler.",
     "worker": "Run one worker: an engine with its model.",
     "http": "Run one HTTP facade: APIs of OpenAI and Anthropic.",
     "version": "Print the versions of Fissile and its dependencies.",

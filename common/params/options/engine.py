@@ -16,9 +16,12 @@ SERVE: Final = "serve"
 WORKER: Final = "worker"
 OFFLINE: Final = "bench offline"
 WARMUP: Final = "worker warmup"
+REPLAY: Final = "replay-step"
 # Commands that run the engine, and those of them that schedule more than warm-up steps.
 ENGINE_COMMANDS: Final = (WORKER, OFFLINE, WARMUP)
 _STEPS: Final = (WORKER, OFFLINE)
+# Commands that load a model.
+MODEL_COMMANDS: Final = (*ENGINE_COMMANDS, REPLAY)
 _COUNT: Final = click.IntRange(min=1)
 
 _MODEL: Final = (
@@ -26,19 +29,19 @@ _MODEL: Final = (
         "--dtype", "FISSILE_DTYPE",
         "Dtype of weights and activations: auto, float32, bfloat16 or float16. auto is the checkpoint's, or float32 if "
         "this CPU has no fast kernels for that.",
-        (SERVE, *ENGINE_COMMANDS), default="auto", is_passed_on=True, field="dtype",
+        (SERVE, *MODEL_COMMANDS), default="auto", is_passed_on=True, field="dtype",
     ),
     Option(
         "--kv-cache-dtype", "FISSILE_KV_CACHE_DTYPE",
         "Dtype of the KV cache: auto (the model's), bfloat16, float16 or fp8. Smaller dtypes keep more tokens in the "
         "same memory and make answers less exact.",
-        (SERVE, *ENGINE_COMMANDS), default="auto", is_passed_on=True, field="kv_cache_dtype",
+        (SERVE, *MODEL_COMMANDS), default="auto", is_passed_on=True, field="kv_cache_dtype",
     ),
     Option(
         "--kernels", "FISSILE_KERNELS",
         "Kernel back end: cpu (native CPU kernels), triton or aiter (GPUs), torch (PyTorch's operations), or auto: the "
         "first that this machine can run.",
-        (SERVE, *ENGINE_COMMANDS), default="auto", is_passed_on=True, field="kernels",
+        (SERVE, *MODEL_COMMANDS), default="auto", is_passed_on=True, field="kernels",
     ),
     Option(
         "--batch-invariant/--no-batch-invariant", "FISSILE_BATCH_INVARIANT",
@@ -67,14 +70,14 @@ _MODEL: Final = (
         "--cpu-isa", "FISSILE_CPU_ISA",
         "Instruction set of the native kernels: auto (the best here), amx, avx512bf16, avx512, avx2 or plain. Under "
         "--failover exact, requests move only between workers with the same one.",
-        (SERVE, *ENGINE_COMMANDS), default="auto", is_passed_on=True, field="cpu_isa",
+        (SERVE, *MODEL_COMMANDS), default="auto", is_passed_on=True, field="cpu_isa",
     ),
     Option(
         "--quantize", "FISSILE_QUANTIZE",
         "Quantize the weights when they are loaded. int8 (on GPUs fp8 too): weights only, at half the memory of "
         "bfloat16. w8a8_int8, w8a8_fp8 (GPUs): activations in 8 bits too. no: as in the checkpoint. Answers change "
         "slightly. Under --failover exact, requests move only between workers with the same setting.",
-        (SERVE, *ENGINE_COMMANDS), click.Choice(QUANTIZE), QUANTIZE[0], is_passed_on=True, field="quantize",
+        (SERVE, *MODEL_COMMANDS), click.Choice(QUANTIZE), QUANTIZE[0], is_passed_on=True, field="quantize",
     ),
     Option(
         "--speculative-config", "FISSILE_SPECULATIVE_CONFIG",
@@ -96,7 +99,7 @@ _SCHEDULING: Final = (
     Option(
         "--max-model-len", "FISSILE_MAX_MODEL_LEN",
         "Longest prompt plus answer, in tokens. Default: the model's, or as much as the KV cache holds.",
-        (SERVE, *ENGINE_COMMANDS), click.IntRange(min=2), is_passed_on=True, field="max_model_len", library_default=0,
+        (SERVE, *MODEL_COMMANDS), click.IntRange(min=2), is_passed_on=True, field="max_model_len", library_default=0,
     ),
     Option(
         "--max-num-seqs", "FISSILE_MAX_NUM_SEQS", "Most sequences that run at once.",
@@ -111,7 +114,7 @@ _SCHEDULING: Final = (
     Option(
         "--kv-cache-memory", "FISSILE_KV_CACHE_MEMORY",
         "KV cache memory of each rank, e.g. 2GiB. Default: a quarter of the free memory, for all ranks together.",
-        (SERVE, *ENGINE_COMMANDS), ByteSize(), is_passed_on=True, field="kv_cache_memory", library_default=0,
+        (SERVE, *MODEL_COMMANDS), ByteSize(), is_passed_on=True, field="kv_cache_memory", library_default=0,
     ),
     Option(
         "--gpu-memory-utilization", "FISSILE_GPU_MEMORY_UTILIZATION",
@@ -121,7 +124,7 @@ _SCHEDULING: Final = (
     ),
     Option(
         "--block-size", "FISSILE_BLOCK_SIZE", "Tokens per KV block; 1 or a multiple of 16.",
-        ENGINE_COMMANDS, click.INT, 16, field="kv_cache_block_size",
+        MODEL_COMMANDS, click.INT, 16, field="kv_cache_block_size",
     ),
     Option(
         "--scheduling-policy", "FISSILE_SCHEDULING_POLICY",
@@ -169,7 +172,7 @@ _RANKS: Final = (
         "--threads", "FISSILE_THREADS",
         "Compute threads of a worker, shared among its ranks on this machine. Default: all cores; with serve, an equal "
         "share of them.",
-        (SERVE, *ENGINE_COMMANDS), _COUNT,
+        (SERVE, *MODEL_COMMANDS), _COUNT,
     ),
     Option(
         "--tp-size", "FISSILE_TP_SIZE",
@@ -233,6 +236,15 @@ _RANKS: Final = (
         "--simulate", "FISSILE_SIMULATE",
         "Make up tokens without a model, at the speed of a preset: instant, fixed:5ms, mi300x-llama-8b, ...",
         (SERVE, WORKER), metavar="PRESET",
+    ),
+    Option(
+        "--step", "FISSILE_REPLAY_STEP",
+        "Number of the step. Default: the oldest one that had not ended, or else the one that took longest.",
+        (REPLAY,), _COUNT, metavar="N",
+    ),
+    Option(
+        "--trace", "FISSILE_REPLAY_TRACE", "File of the trace that is written; compressed if it ends with .gz.",
+        (REPLAY,), FILE, "step-trace.json", metavar="FILE",
     ),
 )  # fmt: skip
 

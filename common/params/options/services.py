@@ -17,7 +17,7 @@ from common.limits import (
     WORKER_WAIT_S,
 )
 from common.params.names import DOORS, LEVELS
-from common.params.options.engine import ENGINE_COMMANDS, SERVE, WARMUP, WORKER
+from common.params.options.engine import MODEL_COMMANDS, SERVE, WARMUP, WORKER
 from common.params.options.option import FILE, Option
 from common.params.options.types import Duration, Fraction, Lease, MetadataKey, Names, PerTenant, TenantPriority
 
@@ -40,7 +40,7 @@ _PLACES: Final = (
     Option(
         "--model", "FISSILE_MODEL",
         "Hugging Face checkpoint: a folder, or org/name[@revision] on the Hub.",
-        ENGINE_COMMANDS, metavar="MODEL", is_required=True, field="model", library_default="",
+        MODEL_COMMANDS, metavar="MODEL", is_required=True, field="model", library_default="",
     ),
     Option(
         "--model-name", "FISSILE_MODEL_NAME",
