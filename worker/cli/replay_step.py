@@ -173,8 +173,8 @@ def replay_step(dump: Path, step: int | None, trace: Path, **engine: Any) -> Non
     later = [each for each in steps if each.number > chosen.number]
     num_tokens = sum(row.tokens for row in chosen.rows)
     made = engine_options({**engine, "max_num_seqs": len(chosen.rows), "max_num_batched_tokens": num_tokens})
-    model_config = ModelConfig.from_folder(made.config.model)
     try:
+        model_config = ModelConfig.from_folder(made.config.model)
         config = with_special_tokens(made.config, model_config)
         core = build_engine(EngineOptions(config, model_config, threads=made.threads), StartProgress()).core
     except (ApiError, ModelError) as error:

@@ -88,6 +88,11 @@ def test_file_that_is_no_dump_is_refused_by_line(text: str, message: str, tmp_pa
         read_steps(dump)
 
 
+def test_folder_without_model_is_refused_in_one_line(tmp_path: Path) -> None:
+    with pytest.raises(CommandError, match=r"config\.json"):
+        CliRunner().invoke(replay_step, [str(recorded(tmp_path)), "--model", str(tmp_path)], catch_exceptions=False)
+
+
 def recorded(folder: Path) -> Path:
     """The dump of an engine that has computed three prompts, in chunks, and answers to them."""
     config = Config(
