@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -19,8 +18,6 @@ from tests.bench.router.load import ROUTER
 
 _LIMIT_S: Final = 90.0
 _OUT_OF_TIME: Final = "client's time is over"
-# Small, so that a client that stops reading is soon noticed by the server.
-_RECEIVE_BUFFER: Final = (socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
 
 
 @dataclass(slots=True)
@@ -51,7 +48,14 @@ class DoorClient:
         self._door, self._fissile, self._http = door, fissile, http
 
     async def read(
-        self, end: StreamEnd, seed: int, max_tokens: int, *, timeout_s: float = _LIMIT_S, pause_s: float = 0.0
+        self,
+        end: StreamEnd,
+        seed: int,
+        max_tokens: int,
+        *,
+        logprobs: int | None = None,
+        timeout_s: float = _LIMIT_S,
+        pause_s: float = 0.0,
     ) -> None:
         """Reads one answer to its end.
 
@@ -59,13 +63,14 @@ class DoorClient:
             end: what arrives.
             seed: of the answer; its prompt follows from it.
             max_tokens: length of the answer.
+            logprobs: likely tokens beside each token; None for none.
             timeout_s: the client's deadline.
             pause_s: how long it stops reading after the first text.
         """
         texts = self._grpc_texts if self._door.protocol == ROUTER else self._http_texts
         try:
             async with asyncio.timeout(timeout_s):
-                async for text in texts(f"story {seed}", seed, max_tokens, timeout_s):
+                async for text in texts(seed, max_tokens, logprobs, timeout_s):
                     end.text += text
                     end.begun.set()
                     if pause_s:
@@ -75,21 +80,31 @@ class DoorClient:
             end.error = _said(error)
         end.begun.set()
 
-    async def _grpc_texts(self, prompt: str, seed: int, max_tokens: int, timeout_s: float) -> AsyncIterator[str]:
+    async def _grpc_texts(
+        self, seed: int, max_tokens: int, logprobs: int | None, timeout_s: float
+    ) -> AsyncIterator[str]:
         stream = self._fissile.generate_stream(
-            prompt, seed=seed, max_tokens=max_tokens, ignore_eos=True, timeout_s=timeout_s
+            _prompt(seed),
+            seed=seed,
+            max_tokens=max_tokens,
+            ignore_eos=True,
+            output_options={} if logprobs is None else {"logprobs": logprobs},
+            timeout_s=timeout_s,
         )
         async with stream:
             async for event in stream:
                 if isinstance(event, Delta):
                     yield event.text
 
-    async def _http_texts(self, prompt: str, seed: int, max_tokens: int, timeout_s: float) -> AsyncIterator[str]:
+    async def _http_texts(
+        self, seed: int, max_tokens: int, logprobs: int | None, timeout_s: float
+    ) -> AsyncIterator[str]:
         stream = await self._http.completions.create(
             model=self._door.model,
-            prompt=prompt,
+            prompt=_prompt(seed),
             seed=seed,
             max_tokens=max_tokens,
+            logprobs=logprobs,
             stream=True,
             extra_body={"ignore_eos": True},
             timeout=timeout_s,
@@ -104,17 +119,18 @@ class DoorClient:
 async def client_of(door: Door) -> AsyncIterator[DoorClient]:
     """A client that tries no request again by itself, except that Fissile's continues at another router."""
     async with AsyncExitStack() as stack:
-        transport = httpx2.AsyncHTTPTransport(
-            limits=httpx2.Limits(max_connections=None), socket_options=[_RECEIVE_BUFFER]
-        )
         http = openai.AsyncOpenAI(
             base_url=f"http://{door.addresses[0]}/v1",
             api_key="none",
             max_retries=0,
-            http_client=httpx2.AsyncClient(transport=transport),
+            http_client=httpx2.AsyncClient(limits=httpx2.Limits(max_connections=None)),
         )
         stack.push_async_callback(http.close)
         yield DoorClient(door, await stack.enter_async_context(AsyncClient(door.addresses)), http)
+
+
+def _prompt(seed: int) -> str:
+    return f"story {seed}"
 
 
 def _said(error: Exception) -> str:

@@ -16,16 +16,18 @@ from tests.bench.router.bed import cpu_s, rss_mib
 from tests.e2e.service import Service
 
 STREAMS: Final = 16
-_STEP: Final = "fixed:10ms"
+_STEP: Final = "fixed:20ms"
 # One may lose its sidecar and another one be killed, and streams still have a place.
 _WORKERS: Final = 3
-_TOKENS: Final = 200
+_TOKENS: Final = 100
 # Overload: this many requests at once for the places of three workers, and how long each client waits.
 _PLACES: Final = 16
 _CROWD: Final = 256
 _PATIENCE_S: Final = 5.0
-# The long answer of a client that stops reading, for how long, and the short ones beside it.
-_LONG: Final = 20_000
+# The long answer of a client that stops reading, with logprobs so that it is larger than the kernel's buffers; for how
+# long it stops, and the short answers beside it.
+_LONG: Final = 6_000
+_LOGPROBS: Final = 5
 _PAUSE_S: Final = 6.0
 _BESIDE: Final = 8
 _SHORT: Final = 128
@@ -104,9 +106,9 @@ async def _slow_reader(title: str, door: Door) -> list[Entry]:
         known = [StreamEnd() for _ in range(_BESIDE)]
         await asyncio.gather(*(client.read(end, seed, _SHORT) for seed, end in enumerate(known)))
         whole, slow = StreamEnd(), StreamEnd()
-        await client.read(whole, _BESIDE, _LONG)
+        await client.read(whole, _BESIDE, _LONG, logprobs=_LOGPROBS)
         before = sum(map(rss_mib, door.pids))
-        paused = asyncio.create_task(client.read(slow, _BESIDE, _LONG, pause_s=_PAUSE_S))
+        paused = asyncio.create_task(client.read(slow, _BESIDE, _LONG, logprobs=_LOGPROBS, pause_s=_PAUSE_S))
         ends: list[StreamEnd] = []
         last = time.monotonic() + _PAUSE_S - 1.0
         while time.monotonic() < last:
