@@ -1,4 +1,4 @@
-"""`python -m tests.bench.doors` over the real smg: each row has figures, and Fissile's streams survive what they should."""
+"""`python -m tests.bench.doors` with the real smg: rows have figures, and no stream of Fissile changes or is lost."""
 
 from __future__ import annotations
 
