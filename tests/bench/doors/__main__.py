@@ -52,7 +52,8 @@ def main() -> None:
             entries += cost_entries(running, "10 ms", [_PACED_STREAMS], args.seconds)
     if not args.no_faults:
         entries += fault_entries([name for name in stacks.FAULTED if name in names])
-    result = result_of(entries, shlex.join(["python", "-m", "tests.bench.doors", *sys.argv[1:]]))
+    given = [each for each in sys.argv[1:] if each not in ("--json", str(args.json))]
+    result = result_of(entries, shlex.join(["python", "-m", "tests.bench.doors", *given]))
     print(f"took {time.monotonic() - began:.0f} s", file=sys.stderr)
     print(markdown_of(result))
     if args.json is not None:

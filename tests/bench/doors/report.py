@@ -18,6 +18,8 @@ from tests.bench.plots.results import Result
 from tests.bench.plots.tables import TABLES
 from tests.e2e.service import REPOSITORY
 
+# Of the kinds of processors, as results name them.
+_INSTRUCTION_SETS: Final = {"amx": "amx", "zen5": "avx512bf16", "zen4": "avx512bf16", "avx2": "avx2"}
 _WORKLOAD: Final = "Simulated workers. Prompts of 100 tokens of text, answers of 128 tokens, a closed loop."
 _ABOUT: Final = (
     "All doors are open at the same workers, and take turns. CPU is that of the door's processes, sidecars and routers "
@@ -36,7 +38,7 @@ def result_of(entries: Sequence[Entry], command: str) -> dict[str, Any]:
         "machine": {
             "kind": kind,
             "processor": f"{cpu_model()} ({KINDS[kind]})",
-            "instruction_set": kind,
+            "instruction_set": _INSTRUCTION_SETS[kind],
             "cores": os.cpu_count(),
         },
         "commit": _commit(),
