@@ -6,7 +6,7 @@ SHELL := /bin/bash
 # A prerequisite that is never up to date.
 FORCE:
 
-.PHONY: help setup run test test-slow test-fresh test-long test-peers chaos lint sanitize protos docs wheel check-wheel lock bench bench-router check-fresh clean
+.PHONY: help setup run test test-slow test-fresh test-long test-peers client-table chaos lint sanitize protos docs wheel check-wheel lock bench bench-router check-fresh clean
 
 # The interpreter that makes .venv; empty picks one (scripts/setup.sh says how).
 PYTHON ?=
@@ -62,6 +62,11 @@ test-fresh: $(ALL_STAMP) $(NATIVE_STAMP) ## Try fresh examples for four minutes,
 test-long: $(ALL_STAMP) $(NATIVE_STAMP) ## Run the tests that take minutes each
 	@PYTEST_MARK=long scripts/test.sh $(TESTS)
 
+# Tests marked `client`; programs that have an environment of their own are downloaded.
+client-table: $(ALL_STAMP) $(NATIVE_STAMP) ## Run the tests of other projects' clients, and write docs/reference/clients.md
+	@$(BIN)/python -m pytest -q -m client --timeout 600 --junitxml build/clients.xml tests/e2e tests/peers || true
+	@$(BIN)/python -m scripts.client_table build/clients.xml
+
 # They install other projects' programs from PyPI, each into an environment of its own under build/peers.
 test-peers: $(ALL_STAMP) $(NATIVE_STAMP) ## Run real routers of other projects over Fissile's workers (downloads them)
 	@$(BIN)/python -m pytest -q -m long --timeout 600 tests/peers
@@ -78,6 +83,7 @@ lint: $(ALL_STAMP) ## Check style, format, types, prose, sizes and imports of ev
 	@$(BIN)/python scripts/check_imports.py
 	@$(BIN)/python -m scripts.house_figures --check
 	@$(BIN)/python -m scripts.contract_table --check
+	@$(BIN)/python -m scripts.client_table --check
 	@$(BIN)/python -m scripts.option_reference --check
 
 sanitize: $(ALL_STAMP) ## Run the native kernels under sanitizers of memory and threads, and clang-tidy over their sources (a quarter to half an hour)

@@ -10,6 +10,7 @@ from hypothesis.internal.conjecture import providers
 from hypothesis.internal.constants_ast import Constants
 
 from tests import fresh
+from tests.clients import add_properties
 from tests.covering import mark_by_value
 from tests.examples import ExampleTiers
 from tests.order import longest_first
@@ -53,6 +54,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Begins with the files that take long; a fresh run has tests and an order of its own."""
     mark_by_value(items)
+    add_properties(items)
     if config.option.fresh is None:
         longest_first(items)
         return

@@ -77,6 +77,7 @@ async def served() -> AsyncIterator[Served]:
         await router.empty()
 
 
+@pytest.mark.client("openai", "chat completions, whole and streamed, async")
 async def test_stream_and_whole_answer_are_equal(served: Served) -> None:
     whole = await served.create()
     chunks = await served.stream()
@@ -89,6 +90,7 @@ async def test_stream_and_whole_answer_are_equal(served: Served) -> None:
     assert {chunk.id for chunk in chunks} == {chunks[0].id} != {whole.id}
 
 
+@pytest.mark.client("openai", "chat completions, whole and streamed, sync")
 async def test_synchronous_client_reads_both(served: Served) -> None:
     def read() -> tuple[str | None, str]:
         with openai.OpenAI(base_url=f"{served.bench.url}/v1", api_key="none", max_retries=0) as client:
@@ -130,6 +132,7 @@ async def test_too_long_prompt_is_status_400_also_with_stream(served: Served, is
     assert caught.value.param == "messages"
 
 
+@pytest.mark.client("openai", "tool calls, whole and streamed")
 async def test_tool_deltas_have_index_always_and_name_once(served: Served) -> None:
     """Surprises 3, 4 and 6."""
     chunks = await served.stream(tools=[LOOK])
@@ -160,6 +163,7 @@ async def test_conversation_with_calls_is_sent_back_as_received(served: Served) 
     assert prompt.count("sun") == 2
 
 
+@pytest.mark.client("openai", "several answers (`n`)")
 async def test_choice_index_is_the_choice(served: Served) -> None:
     """Surprise 5."""
     chunks = await served.stream(n=3)
@@ -171,6 +175,7 @@ async def test_choice_index_is_the_choice(served: Served) -> None:
     assert whole.usage.completion_tokens == 3 * (await served.create()).usage.completion_tokens
 
 
+@pytest.mark.client("openai", "`stream_options.include_usage`")
 async def test_usage_has_a_last_chunk_without_choices_on_request_alone(served: Served) -> None:
     """Surprise 7."""
     plain = await served.stream()
@@ -211,6 +216,7 @@ async def test_unserved_field_is_refused_by_name_and_harmless_ones_are_not(serve
     await served.create(**harmless, parallel_tool_calls=True)
 
 
+@pytest.mark.client("openai", "closed connection, whole and streamed: the worker stops")
 async def test_closed_connection_cancels_the_request() -> None:
     """Surprise 13."""
     worker = FakeWorker(FILES, answer=lambda _: TOKENIZER.encode("la") * 40_000, description={"vocab_size": 304})
@@ -226,6 +232,7 @@ async def test_closed_connection_cancels_the_request() -> None:
         await router.empty()
 
 
+@pytest.mark.client("openai", "full queue: status 429")
 async def test_full_queue_is_429_with_retry_after_at_once() -> None:
     class Full(PartialRouter):
         calls = 0
@@ -285,6 +292,7 @@ async def test_token_ids_of_prompt_and_answer_on_request(served: Served) -> None
     assert [frame.get("prompt_token_ids") for frame in frames] == [whole.prompt_token_ids, *[None] * (len(frames) - 1)]
 
 
+@pytest.mark.client("openai", "`response_format` and `tool_choice`")
 async def test_response_format_and_tool_choice_confine_the_answer(served: Served) -> None:
     schema = {"type": "object", "properties": {"b": {}, "a": {}}}
     await served.create(response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": schema}})
@@ -300,6 +308,7 @@ async def test_receipt_is_a_field_of_the_choice(served: Served) -> None:
     assert choice.fissile["receipt"]["output_tokens"] == len(TOKENIZER.encode(PLAIN)) + 1
 
 
+@pytest.mark.client("openai", "failure after the first byte: APIError")
 async def test_failure_after_the_first_byte_is_one_error_event() -> None:
     worker = FakeWorker(FILES, answer=answer, description={"vocab_size": 304}, step_s=0.01)
     async with bench(worker) as router, facade_of([router.router.server.address], give_up_s=0) as http:

@@ -79,6 +79,7 @@ def said(message: Message) -> list[tuple[str, Any]]:
 EXPECTED = [("thinking", "so lo"), ("text", "la la"), ("look", {"at": "la"})]
 
 
+@pytest.mark.client("anthropic", "messages, whole and streamed, async")
 async def test_stream_and_whole_message_are_the_same(served: Served) -> None:
     whole = await served.client.messages.create(**ASK, extra_body={"request_id": "r7", "seed": 7})
     Message.model_validate(whole.to_dict(), strict=True)
@@ -96,6 +97,7 @@ async def test_stream_and_whole_message_are_the_same(served: Served) -> None:
     assert events[0].message.usage.input_tokens + (events[0].message.usage.cache_read_input_tokens or 0) > 0
 
 
+@pytest.mark.client("anthropic", "messages, streamed, sync")
 async def test_synchronous_client_streams(served: Served) -> None:
     def read() -> list[tuple[str, Any]]:
         with (
@@ -107,6 +109,7 @@ async def test_synchronous_client_streams(served: Served) -> None:
     assert await asyncio.to_thread(read) == EXPECTED
 
 
+@pytest.mark.client("anthropic", "a session of a coding agent with tools, by messages")
 async def test_session_of_a_coding_agent_is_the_request_of_grpc(served: Served) -> None:
     """Sends what Claude Code sends: beta headers, marks of the prompt cache, and the result of the call."""
     cached = {"cache_control": {"type": "ephemeral"}}
@@ -156,6 +159,7 @@ async def test_session_of_a_coding_agent_is_the_request_of_grpc(served: Served) 
     assert by_grpc == second_turn
 
 
+@pytest.mark.client("anthropic", "`count_tokens`")
 async def test_count_equals_the_tokens_of_the_prompt(served: Served) -> None:
     prompt: Any = {name: value for name, value in ASK.items() if name != "max_tokens"}
     counted = await served.client.messages.count_tokens(**prompt, system="Be brief.")
@@ -163,6 +167,7 @@ async def test_count_equals_the_tokens_of_the_prompt(served: Served) -> None:
     assert counted.input_tokens == usage.input_tokens + (usage.cache_read_input_tokens or 0)
 
 
+@pytest.mark.client("anthropic", "models")
 async def test_models_are_listed_for_this_package_too(served: Served) -> None:
     listed = [model async for model in served.client.models.list()]
     one = await served.client.models.retrieve("m")
@@ -200,6 +205,7 @@ async def test_bad_requests_are_refused_by_name_before_the_stream(served: Served
         await served.client.messages.count_tokens(model="other", messages=[{"role": "user", "content": "say"}])
 
 
+@pytest.mark.client("anthropic", "API keys")
 async def test_key_in_the_header_of_anthropic_is_checked_by_the_router() -> None:
     key, kept = new_key("alice", "gold", [Role.INFER])
     security = RouterSecurity(access=KeyAccess(KeyStore(None, [kept.line()])))
@@ -219,6 +225,7 @@ async def test_key_in_the_header_of_anthropic_is_checked_by_the_router() -> None
                     await client.messages.count_tokens(model="m", messages=ASK["messages"])
 
 
+@pytest.mark.client("anthropic", "failure after the first byte: an error event")
 async def test_failure_after_text_is_an_error_event() -> None:
     async with bench(admin_port=0) as router, facade_of([router.router.server.address]) as http:
         admin = await admin_of(router)

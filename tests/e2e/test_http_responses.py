@@ -102,6 +102,7 @@ def said(response: Response) -> list[tuple[str, str]]:
 EXPECTED = [("reasoning", "so lo"), ("message", "la la"), ("look", ARGUMENTS)]
 
 
+@pytest.mark.client("openai", "responses, whole and streamed, async")
 async def test_stream_and_whole_response_are_the_same(served: Served) -> None:
     events = [
         checked(event)
@@ -118,6 +119,7 @@ async def test_stream_and_whole_response_are_the_same(served: Served) -> None:
     assert whole.usage.output_tokens_details.reasoning_tokens > 0
 
 
+@pytest.mark.client("openai", "responses by the stream helper")
 async def test_stream_helper_of_the_package_builds_the_response(served: Served) -> None:
     async with served.openai.responses.stream(**ASK) as stream:
         async for event in stream:
@@ -127,6 +129,7 @@ async def test_stream_helper_of_the_package_builds_the_response(served: Served) 
     assert said(final) == EXPECTED
 
 
+@pytest.mark.client("openai", "responses, streamed, sync")
 async def test_synchronous_client_streams(served: Served) -> None:
     def read() -> list[tuple[str, str]]:
         with openai.OpenAI(base_url=f"{served.http.url}/v1", api_key="none", max_retries=0) as client:
@@ -145,6 +148,7 @@ async def test_ids_are_functions_of_the_request_id(served: Served) -> None:
     assert first.output[2].call_id == second.output[2].call_id
 
 
+@pytest.mark.client("openai", "a session of a coding agent with tools, by responses")
 async def test_session_of_a_coding_agent_is_the_request_of_grpc(served: Served) -> None:
     """Sends what Codex sends: all items of the answer and the result of its call."""
     agent: Any = {

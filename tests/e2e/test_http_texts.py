@@ -13,6 +13,7 @@ import httpx2
 import openai
 import pytest
 from fissile.client import AsyncClient
+from fissile.v1 import inference_pb2 as pb
 
 from common.rpc.tls import ServerTls
 from router.security import RouterSecurity
@@ -34,6 +35,7 @@ async def served() -> AsyncIterator[tuple[Bench, HttpBench]]:
         yield router, http
 
 
+@pytest.mark.client("openai", "completions, whole and streamed, async")
 async def test_completion_stream_and_whole_are_equal(served: tuple[Bench, HttpBench]) -> None:
     create = served[1].openai.completions.create
     whole = checked(await create(**SAY))
@@ -44,6 +46,7 @@ async def test_completion_stream_and_whole_are_equal(served: tuple[Bench, HttpBe
 
 
 @pytest.mark.parametrize("prompt", ["say", ["say", "hi"], TOKENIZER.encode("say"), [TOKENIZER.encode("say"), [5, 6]]])
+@pytest.mark.client("openai", "completions of texts and token ids")
 async def test_prompt_is_a_text_texts_or_token_ids(served: tuple[Bench, HttpBench], prompt: Any) -> None:
     router, http = served
     whole = checked(await http.openai.completions.create(**SAY | {"prompt": prompt, "n": 2}))
@@ -65,6 +68,7 @@ async def test_prompt_token_ids_are_an_input_and_an_output(served: tuple[Bench, 
     assert choice["token_ids"] == [5, 6, 7, *TOKENIZER.encode("hij")]
 
 
+@pytest.mark.client("openai", "embeddings, as numbers and base64")
 async def test_embeddings_as_numbers_and_base64_are_equal() -> None:
     """Surprise 16: OpenAI's package asks for base64 by default."""
     async with bench(FakeWorker(FILES, description=EMBEDS)) as b, facade_of([b.router.server.address]) as http:
@@ -79,6 +83,7 @@ async def test_embeddings_as_numbers_and_base64_are_equal() -> None:
         assert vector == pytest.approx((0.6, 0.8, 0.0))
 
 
+@pytest.mark.client("openai", "API keys")
 async def test_key_of_the_caller_goes_to_the_router() -> None:
     keys = Keys(plain="")
     async with bench(FakeWorker(FILES), security=keys.security, start=False) as b:
@@ -118,6 +123,7 @@ async def test_tls_on_both_hops(tmp_path: Path) -> None:
                 assert response.json()["choices"][0]["text"] == "hijklm"
 
 
+@pytest.mark.client("openai", "models")
 async def test_models_have_the_fields_of_openai_and_vllm(served: tuple[Bench, HttpBench]) -> None:
     """Surprise 18."""
     _, http = served
@@ -145,6 +151,7 @@ def simulated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
         yield service
 
 
+@pytest.mark.client("openai", "logprobs of chat completions, whole and streamed")
 async def test_chat_logprobs_are_those_of_the_router(simulated: Service) -> None:
     """Surprise 8: logprobs without top_logprobs, and bytes."""
     ask: Any = {"model": "test", "messages": [{"role": "user", "content": "hi"}], "seed": 3, "max_tokens": 12}
@@ -166,6 +173,7 @@ async def test_chat_logprobs_are_those_of_the_router(simulated: Service) -> None
             assert streamed == content
 
 
+@pytest.mark.client("openai", "logprobs of completions with `echo`")
 async def test_completion_logprobs_with_echo_cover_the_prompt(simulated: Service) -> None:
     """What `lm-eval` reads for log likelihoods."""
     prompt = TOKENIZER.encode("say hello")
@@ -191,3 +199,30 @@ async def test_random_requests_have_the_text_of_grpc(simulated: Service) -> None
             more: Any = {"seed": seed, "max_tokens": 8, "temperature": 0.9, "extra_body": {"ignore_eos": True}}
             answer = await http.openai.completions.create(model="test", prompt=prompt, **more)
             assert answer.choices[0].text == wanted.text
+
+
+@pytest.mark.parametrize("n", [1, 3])
+async def test_best_of_is_that_of_generate_once(simulated: Service, n: int) -> None:
+    request = pb.GenerateRequest(text="say hello")
+    params: Any = {"seed": 3, "max_tokens": 12, "temperature": 1.2, "n": n}
+    request.sampling_params.MergeFrom(pb.SamplingParams(best_of=9, **params))
+    wanted = simulated.stub.GenerateOnce(request, timeout=60).answers
+    async with facade_of([simulated.router.address]) as http:
+        create = http.openai.completions.create
+        found = checked(await create(model="test", prompt="say hello", best_of=9, **params))
+        assert [(each.index, each.text, each.logprobs) for each in found.choices] == [
+            (place, each.text, None) for place, each in enumerate(wanted)
+        ]
+        # All answers were generated.
+        assert found.usage.completion_tokens == 9 * 12
+        for more in ({"best_of": 9, "stream": True}, {"best_of": n - 1}, {"best_of": 65}):
+            with pytest.raises(openai.BadRequestError) as caught:
+                await create(model="test", prompt="say hello", **params | more)
+            assert caught.value.param == "best_of"
+        body = {"messages": [{"role": "user", "content": "hi"}], "best_of": 9, "logprobs": True, **params}
+        said = (await http.http.post("/v1/chat/completions", json=body)).json()["choices"]
+    chat = pb.ChatRequest(messages=[pb.ChatMessage(role="user", content="hi")])
+    chat.sampling_params.CopyFrom(request.sampling_params)
+    expected = simulated.stub.ChatOnce(chat, timeout=60).answers
+    assert [each["message"]["content"] for each in said] == [each.message.content for each in expected]
+    assert all(len(each["logprobs"]["content"]) == 12 for each in said)

@@ -15,11 +15,12 @@ import openai
 from fissile.peers.inference import open_inference_pb2 as oip
 from fissile.peers.inference.open_inference_pb2_grpc import GRPCInferenceServiceStub
 
+from tests.clients import PINNED
 from tests.e2e.service import Process, free_port
 from tests.peers.environment import peer_environment, peer_variables
 
 # Its own requirements name a package that is not published, so those that the two programs import stand here.
-BARE: Final = ("ai-dynamo==1.6.1", "ai-dynamo-runtime==1.6.1")
+BARE: Final = (PINNED["Dynamo"], "ai-dynamo-runtime==1.6.1")
 PACKAGES: Final = (
     *("aiohttp==3.14.5", "kubernetes==32.0.1", "msgspec==0.22.0", "prometheus-client==0.26.0", "pyzmq==27.3.0"),
     *("pydantic==2.13.5", "redis==8.1.0", "transformers==5.24.0", "uvloop==0.23.0", "zstandard==0.25.0"),

@@ -8,10 +8,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from tests.clients import PINNED
 from tests.e2e.service import REPOSITORY
 
 # The interpreter of this environment runs the double of a worker in tests/bench/router/vllm_double.py too.
-SMG_PACKAGES = ("smg==1.13.0", "smg-grpc-proto==0.4.28", "grpcio==1.85.1", "uvloop==0.23.0")
+SMG_PACKAGES = (PINNED["smg"], "smg-grpc-proto==0.4.28", "grpcio==1.85.1", "uvloop==0.23.0")
 PEERS = REPOSITORY / "build" / "peers"
 # File of an environment with the packages in it, written when all are installed.
 _STAMP = "installed"

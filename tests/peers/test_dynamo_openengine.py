@@ -75,6 +75,7 @@ def own_answer(service: Service, given: dict[str, Any]) -> pb.GeneratedText:
 
 
 @pytest.mark.parametrize("given", SAMPLED)
+@pytest.mark.client("Dynamo", "OpenEngine: chat and completions, whole and streamed")
 def test_texts_are_those_of_our_router(service: Service, dynamo: openai.OpenAI, given: dict[str, Any]) -> None:
     expected = own_answer(service, given)
     whole = dynamo.completions.create(model=MODEL, prompt=PROMPT, **given)
@@ -94,6 +95,7 @@ def test_texts_are_those_of_our_router(service: Service, dynamo: openai.OpenAI, 
     assert text == answer.message.content
 
 
+@pytest.mark.client("Dynamo", "OpenEngine: logprobs")
 def test_logprobs_are_those_of_our_router(service: Service, dynamo: openai.OpenAI) -> None:
     given: dict[str, Any] = {"temperature": 0.0, "max_tokens": 12}
     request = pb.GenerateRequest(text=PROMPT)
@@ -112,6 +114,7 @@ def test_refused_value_is_a_client_error(dynamo: openai.OpenAI) -> None:
         dynamo.completions.create(model=MODEL, prompt=PROMPT, max_tokens=4, temperature=-1)
 
 
+@pytest.mark.client("Dynamo", "OpenEngine: closed connection: the worker stops")
 def test_closed_connection_ends_the_sequence(service: Service, dynamo: openai.OpenAI) -> None:
     stream = dynamo.completions.create(model=MODEL, prompt=PROMPT, **ENDLESS)
     next(iter(stream))
@@ -133,6 +136,7 @@ def slow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Service, op
         yield service, client
 
 
+@pytest.mark.client("Dynamo", "OpenEngine: overload is an error")
 def test_overload_is_an_error_and_ends(slow: tuple[Service, openai.OpenAI]) -> None:
     service, dynamo = slow
     request = oe.GenerateRequest(
@@ -156,6 +160,7 @@ def test_overload_is_an_error_and_ends(slow: tuple[Service, openai.OpenAI]) -> N
     _wait_until(lambda: _is_answered(dynamo))
 
 
+@pytest.mark.client("Dynamo", "OpenEngine: killed worker: its streams fail")
 def test_killed_worker_ends_its_streams_with_an_error(slow: tuple[Service, openai.OpenAI]) -> None:
     """The last test: it ends a worker. The other one serves on."""
     service, dynamo = slow

@@ -58,6 +58,7 @@ def fill(params: pb.SamplingParams, given: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("given", SAMPLED)
+@pytest.mark.client("Dynamo", "vllm.Inference: chat and completions, whole and streamed")
 def test_texts_are_those_of_our_router(service: Service, dynamo: openai.OpenAI, given: dict[str, Any]) -> None:
     own = pb.GenerateRequest(text=PROMPT)
     fill(own.sampling_params, given)
@@ -77,6 +78,7 @@ def test_texts_are_those_of_our_router(service: Service, dynamo: openai.OpenAI, 
     assert said.choices[0].finish_reason == pb.FinishReason.Name(answer.finish.reason)[14:].lower()
 
 
+@pytest.mark.client("Dynamo", "vllm.Inference: JSON Schema")
 def test_form_of_the_answer_is_kept(dynamo: openai.OpenAI) -> None:
     schema = {"type": "object", "properties": {"a": {"enum": ["b", "c"]}}, "required": ["a"]}
     form: Any = {
@@ -95,6 +97,7 @@ def test_refused_value_is_a_client_error(dynamo: openai.OpenAI) -> None:
         dynamo.completions.create(model="test", prompt=PROMPT, max_tokens=4, temperature=1.0, n=2)
 
 
+@pytest.mark.client("Dynamo", "Open Inference: answers as Fissile's router")
 def test_our_open_inference_protocol_answers_as_that_of_dynamo(service: Service, folder: Path) -> None:
     """Dynamo serves no parameters; its defaults are those below. An id that is a UUID names the request to the worker,
     which derives the seed from it."""
@@ -127,6 +130,7 @@ def test_our_open_inference_protocol_answers_as_that_of_dynamo(service: Service,
         assert {(each.name, each.datatype, *each.shape) for each in getattr(metadata, kind)} <= known
 
 
+@pytest.mark.client("Dynamo", "vllm.Inference: closed connection: the worker stops")
 def test_closed_connection_ends_the_sequence(service: Service, dynamo: openai.OpenAI) -> None:
     stream = dynamo.completions.create(model="test", prompt=PROMPT, **ENDLESS)
     next(iter(stream))
@@ -135,6 +139,7 @@ def test_closed_connection_ends_the_sequence(service: Service, dynamo: openai.Op
     assert load.free_blocks == load.total_blocks
 
 
+@pytest.mark.client("Dynamo", "vllm.Inference: killed worker: its streams fail")
 def test_killed_worker_ends_its_streams_with_an_error(service: Service, dynamo: openai.OpenAI) -> None:
     """The last test: it ends the worker."""
     stream = dynamo.completions.create(model="test", prompt=PROMPT, **ENDLESS)

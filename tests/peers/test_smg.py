@@ -63,6 +63,7 @@ def ask(smg: RunningSmg, question: str, **given: Any) -> Any:
     return smg.client.chat.completions.create(model=MODEL, messages=messages, **given)
 
 
+@pytest.mark.client("smg", "chat completions, whole: Fissile's own answers")
 def test_chat_gives_fissiles_own_answers(service: Service, smg: RunningSmg) -> None:
     """Greedy and sampled, 32 at a time."""
     asked = [one.user for one in questions()[::8]] + [STORY, "Wer bist du? 🦊"]
@@ -74,6 +75,7 @@ def test_chat_gives_fissiles_own_answers(service: Service, smg: RunningSmg) -> N
             assert answer.choices[0].message.content == own(service, question, **params), question
 
 
+@pytest.mark.client("smg", "chat completions, streamed")
 def test_stream_has_the_whole_answer(service: Service, smg: RunningSmg) -> None:
     stream = ask(smg, STORY, stream=True, stream_options={"include_usage": True}, **SAMPLED)
     chunks = list(stream)
@@ -86,6 +88,7 @@ def test_stream_has_the_whole_answer(service: Service, smg: RunningSmg) -> None:
     assert [reason for reason in reasons if reason] == [whole.choices[0].finish_reason]
 
 
+@pytest.mark.client("smg", "several answers (`n`) of a seed")
 def test_several_answers_are_those_of_their_seed(service: Service, smg: RunningSmg) -> None:
     choices = ask(smg, STORY, n=3, **SAMPLED).choices
     message = fpb.ChatMessage(role="user", content=STORY)
@@ -96,6 +99,7 @@ def test_several_answers_are_those_of_their_seed(service: Service, smg: RunningS
     assert {choice.index: choice.message.content for choice in choices} == texts
 
 
+@pytest.mark.client("smg", "stop strings, whole and streamed")
 def test_stop_string_ends_the_answer(service: Service, smg: RunningSmg) -> None:
     whole = own(service, STORY, **SAMPLED)
     stop = whole[12:16]
@@ -110,6 +114,7 @@ def test_stop_string_ends_the_answer(service: Service, smg: RunningSmg) -> None:
         assert (text, reason) == (whole[: whole.find(stop)], "stop")
 
 
+@pytest.mark.client("smg", "logprobs, whole and streamed")
 def test_logprobs_are_fissiles_own(service: Service, smg: RunningSmg) -> None:
     message = fpb.ChatMessage(role="user", content=STORY)
     request = fpb.ChatRequest(messages=[message], sampling_params=fpb.SamplingParams(**SAMPLED))
@@ -125,6 +130,7 @@ def test_logprobs_are_fissiles_own(service: Service, smg: RunningSmg) -> None:
             assert [each.logprob for each in row.top_logprobs] == pytest.approx(expected, abs=1e-6)
 
 
+@pytest.mark.client("smg", "JSON Schema")
 def test_json_schema_is_kept(smg: RunningSmg) -> None:
     schema = {
         "type": "object",
@@ -139,6 +145,7 @@ def test_json_schema_is_kept(smg: RunningSmg) -> None:
             assert isinstance(json.loads(answer.choices[0].message.content)["age"], int)
 
 
+@pytest.mark.client("smg", "embeddings")
 def test_embedding_is_fissiles_own(service: Service, smg: RunningSmg) -> None:
     (made,) = smg.client.embeddings.create(model=MODEL, input=STORY, encoding_format="float").data
     request = fpb.EmbedRequest(inputs=[fpb.TextOrTokens(text=STORY)], normalize=True)
@@ -146,6 +153,7 @@ def test_embedding_is_fissiles_own(service: Service, smg: RunningSmg) -> None:
     assert made.embedding == pytest.approx(list(reference), abs=1e-6)
 
 
+@pytest.mark.client("smg", "closed connection: the worker stops")
 def test_closed_connection_ends_the_sequence(service: Service, smg: RunningSmg) -> None:
     stream = ask(smg, STORY, stream=True, max_tokens=900, temperature=1.0, extra_body={"ignore_eos": True})
     next(iter(stream))
@@ -164,6 +172,7 @@ def test_bad_request_gets_the_workers_reason(smg: RunningSmg) -> None:
     assert 400 <= caught.value.status_code < 502
 
 
+@pytest.mark.client("smg", "KV events and loads")
 def test_router_knows_the_cached_blocks_and_the_load(smg: RunningSmg) -> None:
     ask(smg, STORY * 20, max_tokens=1)
     wait_until(lambda: smg.metric("smg_kv_index_blocks") > 0)
@@ -174,6 +183,7 @@ def test_router_knows_the_cached_blocks_and_the_load(smg: RunningSmg) -> None:
     assert all(load["max_running_requests"] > 0 and load["max_total_num_tokens"] > 0 for load in loads)
 
 
+@pytest.mark.client("smg", "killed worker: its streams fail, the others do not")
 def test_killed_worker_costs_its_own_streams_alone(tmp_path: Path) -> None:
     """smg has no failover: a stream that has begun ends with an error. The next requests go to the other worker."""
     slow = ["--doors", "vllm-engine", "--simulate", "fixed:20ms"]
@@ -197,6 +207,7 @@ def test_killed_worker_costs_its_own_streams_alone(tmp_path: Path) -> None:
         assert set(answers) == {own(service, STORY, **SAMPLED)}
 
 
+@pytest.mark.client("smg", "full worker: status 429")
 def test_full_worker_is_an_error_for_the_client(tmp_path: Path) -> None:
     """A worker whose queue is full refuses at once; smg says so, and serves again when there is room."""
     port = free_port()

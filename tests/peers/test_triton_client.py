@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 from fissile.v1 import inference_pb2 as pb
 
+from tests.clients import PINNED
 from tests.e2e.service import REPOSITORY, Service, running_service
 from tests.peers.environment import peer_environment, peer_variables
 
 pytestmark = pytest.mark.long
 
 EXAMPLE = REPOSITORY / "examples" / "triton_client.py"
-PACKAGES = ("tritonclient[grpc]==2.73.0",)
+PACKAGES = (PINNED["tritonclient"],)
 
 
 @pytest.fixture(scope="module")
@@ -30,6 +31,7 @@ def run_example(address: str, prompt: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("prompt", ["Once upon a time", "Où est le chat ?"])
+@pytest.mark.client("tritonclient", "Open Inference: whole and streamed text")
 def test_example_prints_the_text_of_generate_twice(service: Service, prompt: str) -> None:
     request = pb.GenerateRequest(text=prompt)
     request.sampling_params.max_tokens, request.sampling_params.temperature, request.sampling_params.seed = 64, 0.8, 7
@@ -40,6 +42,7 @@ def test_example_prints_the_text_of_generate_twice(service: Service, prompt: str
     assert done.stdout == f"{answer.text}\n{answer.text}\n{reason}\n"
 
 
+@pytest.mark.client("tritonclient", "Open Inference: a refused request")
 def test_example_names_the_status_of_a_refusal(service: Service) -> None:
     done = run_example(service.router.address, "")
     assert done.returncode == 1
