@@ -240,6 +240,7 @@ class ChatEncoder:
         self._created = created
         self._model = body.model
         self._has_usage = body.has_usage
+        self._choices_of = body.choices_of
         self._has_logprobs = bool(body.logprobs)
         self._has_prompt_logprobs = body.prompt_logprobs is not None
         self._form = LogprobForm(as_ids=bool(body.return_tokens_as_token_ids))
@@ -293,13 +294,15 @@ class ChatEncoder:
         for answer in result.answers:
             assert answer.finish is not None
             self._usage.add(0, answer.finish.usage)
+        for index, answer in enumerate(self._choices_of(result.answers)):
+            assert answer.finish is not None
             message: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None}
             if answer.reasoning:
                 message["reasoning_content"] = answer.reasoning
             if answer.tool_calls:
                 message |= {"content": answer.text or None, "tool_calls": [_call(call) for call in answer.tool_calls]}
             choice = {
-                "index": answer.index,
+                "index": index,
                 "message": message,
                 "logprobs": self._form.chat(answer.logprobs) if self._has_logprobs else None,
                 "finish_reason": finish_reason(answer.finish),

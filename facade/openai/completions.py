@@ -165,7 +165,9 @@ class CompletionEncoder:
             for answer in result.answers:
                 assert answer.finish is not None
                 self._usage.add(number, answer.finish.usage)
-                index = number * self._n + answer.index
+            for place, answer in enumerate(self._body.choices_of(result.answers)):
+                assert answer.finish is not None
+                index = number * self._n + place
                 choice: dict[str, Any] = {"index": index, "text": answer.text, "logprobs": None}
                 if self._body.logprobs is not None:
                     self._lengths[index] = 0

@@ -55,7 +55,7 @@ class LogprobForm:
         lengths = [*map(len, texts)][first is None :]
         offsets = [start + sum(lengths[:i]) for i in range(len(lengths))]
         missing: list[Any] = [] if first is None else [None]
-        top = [{self.name(t): _finite(t.logprob) for t in _with_top(entry)} for entry in entries]
+        top = [*map(self._named, entries)]
         columns = {
             "tokens": tokens,
             "token_logprobs": [*missing, *(_finite(e.logprob) for e in entries)],
@@ -63,6 +63,13 @@ class LogprobForm:
             "text_offset": offsets,
         }
         return columns, start + sum(lengths)
+
+    def _named(self, entry: pb.TokenLogprobs) -> dict[str, float]:
+        """Logprobs by text; tokens of one text share the highest, so that a less likely one is not taken for greedy."""
+        found: dict[str, float] = {}
+        for token in _with_top(entry):
+            found.setdefault(self.name(token), _finite(token.logprob))
+        return found
 
     def of_prompt(self, entries: Sequence[pb.TokenLogprobs]) -> list[dict[str, Any] | None]:
         """`prompt_logprobs` as vLLM has them: the first token has none."""

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final, Literal
 
 import msgspec
-from fissile.client.progress import finish_name
+from fissile.client.progress import Answer, finish_name
 from fissile.v1 import inference_pb2 as pb
 
-from common.errors import InvalidFieldError, UnservedFieldError
+from common.errors import InvalidFieldError
+from common.limits import MAX_ANSWERS
 from facade.http.bodies import Body, TokenIdList, UInt32, refuse_given
 from facade.http.errors import HttpError
 from facade.http.parts import ABSENT, ReceiptField, is_given, receipt_argument
@@ -144,8 +145,29 @@ class AnswerBody(Body, kw_only=True):
     def __post_init__(self) -> None:
         """Refuses values that are not served."""
         refuse_given(self, HARMLESS)
-        if self.best_of is not None and self.best_of != (self.n or 1):
-            raise UnservedFieldError("best_of")
+        if self.best_of is None:
+            return
+        if not self.num_choices <= self.best_of <= MAX_ANSWERS:
+            raise InvalidFieldError("best_of", f"is {self.best_of}", f"n or more, at most {MAX_ANSWERS}")
+        if self.stream and self.best_of > self.num_choices:
+            raise InvalidFieldError("best_of", "is above n in a stream", "stream: false: the best are known at the end")
+
+    @property
+    def num_choices(self) -> int:
+        """Number of choices of each prompt."""
+        return 1 if self.n is None else self.n
+
+    @property
+    def has_selection(self) -> bool:
+        """True if more answers are generated than the response has choices."""
+        return self.best_of is not None and self.best_of > self.num_choices
+
+    def choices_of(self, answers: Sequence[Answer]) -> Sequence[Answer]:
+        """The answers of the response: with a selection those of the highest mean logprob, the best one first."""
+        if not self.has_selection:
+            return answers
+        # The sort is stable: of equals the lower index is first, as in GenerateOnce.
+        return sorted(answers, key=_mean_logprob, reverse=True)[: self.num_choices]
 
     @property
     def has_usage(self) -> bool:
@@ -165,6 +187,8 @@ def sampling_params(body: AnswerBody, max_tokens: int | None) -> pb.SamplingPara
     """
     names = ("temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty")
     given: dict[str, Any] = {name: getattr(body, name) for name in (*names, "n", "min_tokens", "ignore_eos")}
+    if body.has_selection:
+        given["n"] = body.best_of
     given["max_tokens"] = max_tokens
     given["include_stop_string"] = body.include_stop_str_in_output
     # vLLM turns the filter off with -1 too.
@@ -245,6 +269,8 @@ def call_arguments(body: AnswerBody, output: pb.OutputOptions) -> dict[str, Any]
         output.return_token_ids = output.prompt_token_ids = True
     if body.prompt_logprobs is not None:
         output.prompt_logprobs, output.token_bytes = body.prompt_logprobs, True
+    if body.has_selection and not output.HasField("logprobs"):
+        output.logprobs = 0
     if body.skip_special_tokens is not None:
         output.keep_special_tokens = not body.skip_special_tokens
     given = {
@@ -269,6 +295,11 @@ def stop_reason(finish: pb.Finish) -> str | int | None:
     if finish.stop.WhichOneof("matched") == "stop_string":
         return finish.stop.stop_string
     return finish.stop.stop_token_id if finish.stop.WhichOneof("matched") == "stop_token_id" else None
+
+
+def _mean_logprob(answer: Answer) -> float:
+    assert answer.finish is not None
+    return answer.finish.logprob / max(1, answer.finish.usage.completion_tokens)
 
 
 class UsageSum:
