@@ -29,7 +29,7 @@ from facade.http.errors import ErrorForm, HttpError
 from facade.http.exchange import Exchange
 from facade.http.runner import AnswerPlan, AnswerRunner, QuestionPlan
 from facade.http.uploads import ClientGoneError, UploadTable
-from facade.openai import chat, completions, models, responses, vectors
+from facade.openai import chat, completions, models, responses, token_generation, vectors
 from facade.openai.sampling import error_body
 
 # Paths of Anthropic's door begin so.
@@ -125,6 +125,7 @@ class FacadeApp:
             self._generation(_MESSAGES, messages.parse, error_form),
             self._question("/v1/messages/count_tokens", messages.parse_count, error_form),
             self._generation("/v1/completions", completions.parse, error_body),
+            self._generation("/inference/v1/generate", token_generation.parse, error_body),
             self._question("/v1/embeddings", vectors.parse_embeddings, error_body),
             self._question("/v1/rerank", vectors.parse_rerank, error_body),
             self._question("/tokenize", models.parse_tokenize, error_body),

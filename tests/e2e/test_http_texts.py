@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 import ssl
 import struct
 from collections.abc import AsyncIterator, Iterator
@@ -226,3 +227,67 @@ async def test_best_of_is_that_of_generate_once(simulated: Service, n: int) -> N
     expected = simulated.stub.ChatOnce(chat, timeout=60).answers
     assert [each["message"]["content"] for each in said] == [each.message.content for each in expected]
     assert all(len(each["logprobs"]["content"]) == 12 for each in said)
+
+
+async def test_tokens_are_named_by_their_ids_on_request(simulated: Service) -> None:
+    """Surprise 19: callers who count in ids ask for `token_id:N` in place of texts."""
+    more: Any = {"model": "test", "seed": 3, "max_tokens": 12, "return_token_ids": True}
+    more |= {"return_tokens_as_token_ids": True, "n": 2}
+    async with facade_of([simulated.router.address]) as http:
+        chat: Any = {"messages": [{"role": "user", "content": "hi"}], "logprobs": True, "top_logprobs": 2}
+        for choice in (await http.http.post("/v1/chat/completions", json=chat | more)).json()["choices"]:
+            entries = choice["logprobs"]["content"]
+            assert [entry["token"] for entry in entries] == [f"token_id:{each}" for each in choice["token_ids"]]
+            assert all(top["token"].startswith("token_id:") for entry in entries for top in entry["top_logprobs"])
+        text: Any = {"prompt": "say", "logprobs": 1}
+        for choice in (await http.http.post("/v1/completions", json=text | more)).json()["choices"]:
+            names = [f"token_id:{each}" for each in choice["token_ids"]]
+            assert choice["logprobs"]["tokens"] == names
+            assert all(name in top for name, top in zip(names, choice["logprobs"]["top_logprobs"], strict=True))
+
+
+async def test_token_ids_in_and_out_are_those_of_generate(simulated: Service) -> None:
+    """vLLM's /inference/v1/generate, which trainers call."""
+    prompt = TOKENIZER.encode("say hello")
+    params: Any = {"seed": 3, "max_tokens": 12, "temperature": 0.9, "n": 2}
+    body: Any = {"token_ids": prompt, "sampling_params": {**params, "logprobs": 1, "prompt_logprobs": 0}}
+    body["sampling_params"]["detokenize"] = False
+    request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=prompt))
+    request.sampling_params.MergeFrom(pb.SamplingParams(**params))
+    request.output_options.MergeFrom(pb.OutputOptions(return_token_ids=True, logprobs=1, prompt_logprobs=0))
+    wanted = simulated.stub.GenerateOnce(request, timeout=60)
+    async with facade_of([simulated.router.address]) as http:
+        whole = (await http.http.post("/inference/v1/generate", json=body)).json()
+        assert [choice["token_ids"] for choice in whole["choices"]] == [[*each.token_ids] for each in wanted.answers]
+        for choice, each in zip(whole["choices"], wanted.answers, strict=True):
+            names, found = zip(*logprobs_of(choice), strict=True)
+            assert [*names] == [f"token_id:{entry.token_id}" for entry in each.logprobs]
+            assert found == pytest.approx([entry.logprob for entry in each.logprobs])
+        first, *others = whole["prompt_logprobs"]
+        assert first is None
+        assert [each[str(token)]["logprob"] for token, each in zip(prompt[1:], others, strict=True)] == pytest.approx(
+            [entry.logprob for entry in wanted.prompt_logprobs]
+        )
+        streamed: dict[int, Any] = {0: ([], []), 1: ([], [])}
+        async with http.http.stream("POST", "/inference/v1/generate", json=body | {"stream": True}) as response:
+            *lines, done = [line[6:] async for line in response.aiter_lines() if line]
+        assert done == "[DONE]"
+        chunks = [json.loads(line) for line in lines]
+        assert chunks[0]["prompt_logprobs"] == whole["prompt_logprobs"]
+        for choice in (chunk["choices"][0] for chunk in chunks):
+            streamed[choice["index"]][0].extend(choice["token_ids"])
+            streamed[choice["index"]][1].extend(logprobs_of(choice))
+        assert streamed == {each["index"]: (each["token_ids"], logprobs_of(each)) for each in whole["choices"]}
+        for more, param in [
+            ({"sampling_params": {"top_p": 7}}, "sampling_params.top_p"),
+            ({"sampling_params": {"horse": 1}}, "sampling_params.horse"),
+            ({"sampling_params": {"extra_args": {}}}, "sampling_params.extra_args"),
+            ({"token_ids": [1 << 31]}, "token_ids"),
+            ({"priority": 3}, "priority"),
+        ]:
+            refused = await http.http.post("/inference/v1/generate", json=body | more)
+            assert (refused.status_code, refused.json()["error"]["param"]) == (400, param), refused.text
+
+
+def logprobs_of(choice: Any) -> list[tuple[str, float]]:
+    return [(entry["token"], entry["logprob"]) for entry in (choice["logprobs"] or {"content": ()})["content"]]
