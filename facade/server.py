@@ -143,6 +143,11 @@ class HttpConnection(H11Protocol):
         """True if no request is being answered."""
         return self.cycle is None or self.cycle.response_complete
 
+    @property
+    def is_paused(self) -> bool:
+        """True if a send waits until the client has read."""
+        return self.flow.write_paused
+
     def _wait_for_request(self) -> None:
         self.timeout_keep_alive_task = self.loop.call_later(HANDSHAKE_TIMEOUT_S, self.timeout_keep_alive_handler)
 
