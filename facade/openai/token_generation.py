@@ -51,7 +51,7 @@ _HARMLESS: Final[Mapping[str, Collection[Any] | None]] = {
 }
 
 
-class TokenSampling(Body):
+class TokenSamplingParams(Body):
     """vLLM's sampling parameters that are served."""
 
     n: UInt32 | None = None
@@ -87,7 +87,7 @@ class TokenBody(Body):
     """The fields of a request for token ids that are served."""
 
     token_ids: TokenIdList
-    sampling_params: TokenSampling
+    sampling_params: TokenSamplingParams
     model: str | None = None
     request_id: str | None = None
     stream: bool | None = None
@@ -119,7 +119,7 @@ def parse(body: bytes, created: int) -> AnswerPlan:
         shared = {
             name: value
             for name in AnswerBody.__struct_fields__
-            if name in TokenSampling.__struct_fields__ and (value := getattr(params, name)) is not None
+            if name in TokenSamplingParams.__struct_fields__ and (value := getattr(params, name)) is not None
         }
         whole = AnswerBody(model=given.model or "", request_id=given.request_id, **shared)
         whole.cache_salt, whole.receipt, whole.skip_special_tokens = given.cache_salt, given.receipt, None

@@ -17,6 +17,7 @@ from tests.e2e.service import REPOSITORY
 TINY: dict[str, list[str]] = {
     "hop": ["--rounds", "1", "--seconds", "1.5", "--streams", "2", "--step", "5ms", "--tokens", "50"],
     "streams": ["--seconds", "0.5", "--streams", "3", "--low", "20", "--high", "2"],
+    "facade": ["--seconds", "0.5", "--rounds", "1", "--streams", "3", "--low", "20ms", "--high", "2ms"],
     "delay": ["--seconds", "1", "--routers", "1", "--factors", "1", "--burst", "3", "--prompt", "20", "--output", "4"],
     "beside": [".", "--rounds", "1"],
     "contract_cost": ["--shape", "tiny", "--rounds", "1", "--tokens", "17", "--in-flight", "1", "2"],
@@ -59,6 +60,19 @@ def test_streams() -> None:
         assert row["tokens/message"] >= 1
         # Three streams cannot get more than the worker makes.
         assert row["tokens/s"] <= 1.5 * 3 * 1000 / row["step ms"]
+
+
+@pytest.mark.long
+def test_facade() -> None:
+    told = report("facade")
+    assert [(row["door"], row["streams"]) for row in told["rows"]] == [("gRPC", 3), ("HTTP", 3)] * 2 + [
+        ("gRPC", 1),
+        ("HTTP", 1),
+    ]
+    for row in told["rows"]:
+        assert row["tokens/s"] > 0
+        assert row["tokens/message"] >= 1
+        assert row["router us/token"] >= 0
 
 
 @pytest.mark.slow

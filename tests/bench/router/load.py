@@ -121,8 +121,10 @@ def _body(plan: Plan, ids: Sequence[int], text: str) -> bytes:
     if plan.target == VLLM:
         return _vllm_request(ids, plan.output)
     if plan.target == HTTP:
-        prompt = {"prompt": text, "max_tokens": plan.output, "ignore_eos": True, "stream": True, "model": plan.model}
-        return json.dumps({**prompt, "stream_options": {"include_usage": True}}).encode()
+        asked = {"max_tokens": plan.output, "ignore_eos": True, "stream": True, "model": plan.model}
+        # Peers do not know the second way.
+        prompt = {"prompt": text} if text else {"prompt": ids, "return_token_ids": plan.token_ids}
+        return json.dumps({**asked, **prompt, "stream_options": {"include_usage": True}}).encode()
     request = pb.GenerateRequest(text=text) if text else pb.GenerateRequest(token_ids=pb.TokenIds(ids=ids))
     request.sampling_params.max_tokens = plan.output
     request.sampling_params.ignore_eos = True
@@ -186,7 +188,12 @@ def _varint(data: memoryview, at: int) -> tuple[int, int]:
 
 def tokens_in_event(message: memoryview) -> int:
     """One for an event of `smg` with text: it sends an event per token, one for the end and one for the usage."""
-    return int(b'"finish_reason":null' in bytes(message))
+    event = bytes(message)
+    _, found, rest = event.partition(b'"token_ids":[')
+    if found:
+        ids = rest.partition(b"]")[0]
+        return ids.count(b",") + 1 if ids else 0
+    return int(b'"finish_reason":null' in event)
 
 
 def tokens_in_vllm_message(message: memoryview) -> int:
