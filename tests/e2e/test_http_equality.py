@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import random
 from collections import Counter, defaultdict
@@ -25,6 +26,8 @@ WORDS = ("Once upon a time", "12 + 7 =", "The word cat is spelled", "a", "Ã© ðŸ˜
 SCHEMA = {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}
 TOOL: Mapping[str, Any] = {"name": "get_weather", "parameters": {"type": "object", "properties": {"city": {}}}}
 LEAST = -9999.0
+# Entry of a prompt's first token, which has no logprob; its text is not compared.
+FIRST = "first"
 
 
 @dataclass
@@ -52,6 +55,8 @@ class Answers:
     logprobs: defaultdict[int, list[Any]] = field(default_factory=lambda: defaultdict(list))
     # Name and arguments, by answer and place.
     calls: defaultdict[int, dict[int, list[str]]] = field(default_factory=lambda: defaultdict(dict))
+    # As vLLM has them, in responses that ask for them.
+    prompt_logprobs: list[Any] = field(default_factory=list)
     finishes: dict[int, tuple[str, str | int | None]] = field(default_factory=dict)
     usage: tuple[int, int] = (0, 0)
 
@@ -80,6 +85,7 @@ def drawn(draw: random.Random) -> AskedTwice:
         count = draw.randint(0, 3)
         made.output_options.logprobs, made.output_options.token_bytes = count, True
         body |= {"logprobs": True, "top_logprobs": count} if is_chat else {"logprobs": count}
+    _prompt_logprobs(draw, made, body)
     return AskedTwice(made, "/v1/chat/completions" if is_chat else "/v1/completions", body)
 
 
@@ -141,6 +147,20 @@ def _sampling(draw: random.Random, params: pb.SamplingParams, body: dict[str, An
         body["bad_words"] = ["the"]
 
 
+def _prompt_logprobs(draw: random.Random, made: Any, body: dict[str, Any]) -> None:
+    """The prompt before the answer, its logprobs, and tokens named by their ids."""
+    chance, output = draw.random(), made.output_options
+    if chance < 0.3 and "messages" not in body:
+        body["echo"] = output.echo = True
+        if "logprobs" in body:
+            output.prompt_logprobs = body["logprobs"]
+    elif chance < 0.5:
+        body["prompt_logprobs"] = output.prompt_logprobs = draw.randint(0, 2)
+        output.token_bytes = True
+    if draw.random() < 0.3:
+        body["return_tokens_as_token_ids"] = True
+
+
 def _constraint(draw: random.Random, made: Any, body: dict[str, Any]) -> None:
     """A form of the answer; beside tools it is refused, and beside end tokens that are ignored it has no end."""
     if draw.random() > 0.25 or "tools" in body or "ignore_eos" in body:
@@ -162,12 +182,15 @@ async def by_grpc(stub: Any, asked: AskedTwice) -> Answers:
     """The answers of a stream by gRPC."""
     found, usages = Answers(), []
     is_chat = isinstance(asked.grpc, pb.ChatRequest)
-    form = _chat_logprob if is_chat else _column
+    has_ids = "return_tokens_as_token_ids" in asked.body
+    form = functools.partial(_chat_logprob if is_chat else _column, has_ids=has_ids)
+    of_prompt: list[pb.TokenLogprobs] = []
     async for part in (stub.Chat if is_chat else stub.Generate)(asked.grpc, timeout=120):
         index = part.index
         found.texts[index] += part.delta.content if is_chat else part.text
         found.token_ids[index] += part.token_ids
         found.logprobs[index] += map(form, part.logprobs)
+        of_prompt += part.prompt_logprobs
         if is_chat:
             found.think(index, part.delta.reasoning)
             for call in part.delta.tool_calls:
@@ -179,20 +202,45 @@ async def by_grpc(stub: Any, asked: AskedTwice) -> Answers:
             found.finishes[index] = reason, getattr(part.finish.stop, matched) if is_told else None
             usages.append(part.finish.usage)
     found.usage = usages[0].prompt_tokens, sum(usage.completion_tokens for usage in usages)
+    if "echo" in asked.body and "logprobs" in asked.body:
+        for index in found.finishes:
+            found.logprobs[index] = [FIRST, *map(form, of_prompt), *found.logprobs[index]]
+    if "prompt_logprobs" in asked.body:
+        found.prompt_logprobs = [None, *(_ranked(entry, has_ids=has_ids) for entry in of_prompt)]
     return found
 
 
-def _chat_logprob(entry: pb.TokenLogprobs) -> Any:
-    return [_token(entry), [_token(top) for top in entry.top]]
+def _name(token: Any, *, has_ids: bool) -> str:
+    return f"token_id:{token.token_id}" if has_ids else token.token_bytes.decode("utf-8", "replace")
 
 
-def _token(token: Any) -> tuple[str, float, list[int]]:
-    return token.token_bytes.decode("utf-8", "replace"), max(token.logprob, LEAST), [*token.token_bytes]
+def _chat_logprob(entry: pb.TokenLogprobs, *, has_ids: bool) -> Any:
+    tokens: list[Any] = [entry, *entry.top]
+    first, *tops = [
+        (_name(token, has_ids=has_ids), max(token.logprob, LEAST), [*token.token_bytes]) for token in tokens
+    ]
+    return [first, tops]
 
 
-def _column(entry: Any) -> Any:
-    top = {each.token_bytes.decode("utf-8", "replace"): max(each.logprob, LEAST) for each in (*entry.top, entry)}
-    return [entry.token_bytes.decode("utf-8", "replace"), max(entry.logprob, LEAST), top if entry.top else None]
+def _column(entry: pb.TokenLogprobs, *, has_ids: bool) -> Any:
+    top: dict[str, float] = {}
+    tokens: list[Any] = [*entry.top, entry]
+    for token in tokens:
+        name = _name(token, has_ids=has_ids)
+        top[name] = max(top.get(name, LEAST), token.logprob)
+    return [_name(entry, has_ids=has_ids), max(entry.logprob, LEAST), top if entry.top else None]
+
+
+def _ranked(entry: pb.TokenLogprobs, *, has_ids: bool) -> dict[str, Any]:
+    tokens: list[Any] = [(rank, token) for rank, token in enumerate(entry.top, 1)]
+    return {
+        str(token.token_id): {
+            "logprob": max(token.logprob, LEAST),
+            "rank": rank,
+            "decoded_token": _name(token, has_ids=has_ids),
+        }
+        for rank, token in [*tokens, (entry.rank, entry)]
+    }
 
 
 async def by_http(client: httpx2.AsyncClient, asked: AskedTwice, *, is_stream: bool) -> Answers:
@@ -221,11 +269,13 @@ def _read(found: Answers, said: Any) -> Answers:
         found.think(index, message.get("reasoning_content"))
         found.token_ids[index] += choice.get("token_ids") or ()
         found.logprobs[index] += _logprobs_of(choice["logprobs"] or {})
+        found.prompt_logprobs = choice.get("prompt_logprobs") or found.prompt_logprobs
         for place, call in enumerate(message.get("tool_calls") or ()):
             function = call["function"]
             found.call(index, call.get("index", place), function.get("name", ""), function["arguments"])
         if choice["finish_reason"] is not None:
             found.finishes[index] = choice["finish_reason"], choice["stop_reason"]
+    found.prompt_logprobs = said.get("prompt_logprobs") or found.prompt_logprobs
     if said.get("usage"):
         found.usage = said["usage"]["prompt_tokens"], said["usage"]["completion_tokens"]
     return found
@@ -238,7 +288,7 @@ def _logprobs_of(said: Any) -> Iterator[Any]:
     tokens = said.get("tokens") or ()
     tops = said.get("top_logprobs") or [None] * len(tokens)
     for token, logprob, top in zip(tokens, said.get("token_logprobs") or (), tops, strict=True):
-        yield [token, logprob, top]
+        yield FIRST if logprob is None else [token, logprob, top]
 
 
 @pytest.fixture(scope="module")
