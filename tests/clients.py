@@ -15,6 +15,8 @@ MARKER: Final = "client"
 # Client -> requirement of the environment of its own that it runs in (tests/peers/environment.py).
 PINNED: Final = {
     "Dynamo": "ai-dynamo==1.6.1",
+    "lm-eval": "lm-eval[api]==0.4.13",
+    "openai 2": "openai==2.54.0",
     "smg": "smg==1.13.0",
     "tritonclient": "tritonclient[grpc]==2.73.0",
 }

@@ -23,7 +23,6 @@ TOOLS = (
     "ip",
     "the generator",
     "MkDocs",
-    "lm-eval",
     "promtool",
     "Prometheus",
 )

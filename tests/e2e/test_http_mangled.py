@@ -30,6 +30,7 @@ from facade.openai.completions import CompletionBody
 from facade.openai.models import DetokenizeBody, TokenizeBody
 from facade.openai.responses import ResponsesBody
 from facade.openai.vectors import EmbeddingBody, RerankBody
+from tests.e2e.facade_process import facade_process
 from tests.e2e.fake_worker import FakeWorker, letters
 from tests.e2e.http_bench import facade_of
 from tests.e2e.service import Process, free_port, running
@@ -180,11 +181,10 @@ async def service(folder: Path) -> AsyncIterator[tuple[Process, Process]]:
         "default_pooling": wpb.POOLING_LAST,
     }
     worker = FakeWorker(FILES, answer=answer, step_s=0.001, tokens_per_step=16, description=description)
-    router_port, port = free_port(), free_port()
+    router_port = free_port()
     arguments = ["router", "--port", str(router_port), "--worker", await worker.start()]
     router = Process("router", arguments, router_port, folder / "router.log", {"FISSILE_LOG_FORMAT": "json"})
-    arguments = ["facade", "--port", str(port), "--routers", router.address]
-    facade = FacadeProcess("facade", arguments, port, folder / "facade.log", {"FISSILE_LOG_FORMAT": "json"})
+    facade = facade_process([router.address], folder, {"FISSILE_LOG_FORMAT": "json"})
     processes = running([router, facade])
     try:
         await asyncio.to_thread(processes.__enter__)
@@ -192,16 +192,6 @@ async def service(folder: Path) -> AsyncIterator[tuple[Process, Process]]:
     finally:
         await asyncio.to_thread(processes.__exit__, None, None, None)
         await worker.stop()
-
-
-class FacadeProcess(Process):
-    """A facade."""
-
-    def is_serving(self, service: str = "") -> bool:
-        """True if it answers, and has a router with a worker."""
-        with contextlib.suppress(httpx2.HTTPError):
-            return httpx2.get(f"http://{self.address}/health", timeout=30).status_code == 200
-        return False
 
 
 async def honest(client: httpx2.AsyncClient) -> str:

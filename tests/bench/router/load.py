@@ -187,7 +187,7 @@ def _varint(data: memoryview, at: int) -> tuple[int, int]:
 
 
 def tokens_in_event(message: memoryview) -> int:
-    """One for an event of `smg` with text: it sends an event per token, one for the end and one for the usage."""
+    """Token ids in an event, if it has them; else one for an event with text: `smg` sends an event per token."""
     event = bytes(message)
     _, found, rest = event.partition(b'"token_ids":[')
     if found:
