@@ -131,17 +131,20 @@ def _stable(value: Any) -> Any:
 
 
 def _joined(chunks: list[Any]) -> Any:
-    """A stream without its cuts, which depend on times: texts of each answer, and the last event."""
+    """A stream without its cuts, which depend on times: texts of each answer, and how each ends."""
     texts: dict[str, str] = {}
+    ends: dict[str, Any] = {}
     for chunk in chunks:
         for choice in chunk.get("choices", ()):
             delta = choice.get("delta") or {}
             calls = "".join(call["function"].get("arguments") or "" for call in delta.get("tool_calls") or ())
             place = str(choice["index"])
             texts[place] = texts.get(place, "") + (choice.get("text") or delta.get("content") or calls or "")
+            if choice["finish_reason"]:
+                ends[place] = choice
         if str(chunk.get("type")).endswith(".delta"):
             texts[chunk["type"]] = texts.get(chunk["type"], "") + chunk["delta"]
-    return [texts, {name: each for name, each in chunks[-1].items() if name != "sequence_number"}]
+    return [texts, ends or chunks[-1]["response"]]
 
 
 def _endpoint(client: Any, path: str) -> Callable[..., Any]:
