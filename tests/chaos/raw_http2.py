@@ -43,12 +43,12 @@ class RawClient:
     """One connection. Requests run one after the other.
 
     Raises:
-        OSError: the server closed the connection, or does not answer within 10 s.
+        OSError: the server closed the connection, or does not answer within 60 s.
     """
 
     def __init__(self, address: str, settings: dict[h2.settings.SettingCodes | int, int] | None = None) -> None:
         host, _, port = address.rpartition(":")
-        self._socket = socket.create_connection((host, int(port)), timeout=10)
+        self._socket = socket.create_connection((host, int(port)), timeout=60)
         config = h2.config.H2Configuration(client_side=True, header_encoding="utf-8", validate_outbound_headers=False)
         self._http = h2.connection.H2Connection(config)
         self._http.initiate_connection()

@@ -37,7 +37,7 @@ LONG = 900
 # Long enough to be there when both workers compute.
 MOVED = 500
 # The wait for another worker included.
-NOTICED_S = 30.0
+NOTICED_S = 60.0
 RECOVERED_S = 60.0
 
 

@@ -36,7 +36,7 @@ class Envoy:
 
     def admin(self, path: str) -> tuple[int, str]:
         """Status and body of its admin interface."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.admin_port, timeout=5)
+        connection = http.client.HTTPConnection("127.0.0.1", self.admin_port, timeout=60)
         with contextlib.closing(connection):
             connection.request("GET", path)
             response = connection.getresponse()

@@ -119,6 +119,9 @@ def dead_collector_costs_one_warning(endpoint: str, monkeypatch: pytest.MonkeyPa
         start = time.monotonic()
         tracing.shutdown()
         took = time.monotonic() - start
+        end = time.monotonic() + 60
+        while not lines and time.monotonic() < end:
+            time.sleep(0.01)
         time.sleep(0.1)
 
     assert took <= TELEMETRY_SHUTDOWN_S + SLACK_S
