@@ -144,7 +144,7 @@ def web_call(
 ) -> tuple[http.client.HTTPResponse, list[bytes], dict[str, str]]:
     """A gRPC-web call over plain HTTP/1.1: the response, its messages, and the trailers in its body."""
     body = message.SerializeToString()
-    connection = http.client.HTTPConnection("127.0.0.1", envoy.port, timeout=30)
+    connection = http.client.HTTPConnection("127.0.0.1", envoy.port, timeout=60)
     with contextlib.closing(connection):
         sent = {"content-type": "application/grpc-web+proto", "x-grpc-web": "1", **headers}
         connection.request("POST", METHOD, struct.pack(">BI", 0, len(body)) + body, sent)

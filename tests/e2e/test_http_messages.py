@@ -246,7 +246,7 @@ async def test_silent_stream_has_ping_events(monkeypatch: pytest.MonkeyPatch) ->
     async with bench(worker) as router, facade_of([router.router.server.address]) as http:
         asked = {"model": "m", "max_tokens": 9, "messages": ASK["messages"], "stream": True}
         async with (
-            httpx2.AsyncClient() as client,
+            httpx2.AsyncClient(timeout=60.0) as client,
             client.stream("POST", f"{http.url}/v1/messages", json=asked) as response,
         ):
             lines = response.aiter_lines()

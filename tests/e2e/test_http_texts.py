@@ -119,7 +119,9 @@ async def test_tls_on_both_hops(tmp_path: Path) -> None:
         await until(lambda: b.ready_workers() == 1)
         async with facade_of([b.router.server.address], tls=tls, connection=connection) as http:
             context = ssl.create_default_context(cafile=pki.servers.cert)
-            async with httpx2.AsyncClient(base_url=f"https://{http.facade.address}", verify=context) as client:
+            async with httpx2.AsyncClient(
+                base_url=f"https://{http.facade.address}", verify=context, timeout=60.0
+            ) as client:
                 response = await client.post("/v1/completions", json=SAY)
                 assert response.json()["choices"][0]["text"] == "hijklm"
 
