@@ -326,7 +326,7 @@ def test_f4_black_hole_and_broken_connections(model: Path, tmp_path: Path) -> No
     with (
         running_service(tmp_path, model, workers=1, worker_options=OPTIONS) as near,
         proxied(near.workers[0].port) as proxy,
-        router_before(proxy.port, tmp_path, "--worker-wait", "20s", patient=True) as router,
+        router_before(proxy.port, tmp_path, "--worker-wait", "200s", patient=True) as router,
         grpc.insecure_channel(router.address) as channel,
     ):
         far = Service(router, near.workers, channel)
@@ -402,7 +402,7 @@ def router_before(worker_port: int, folder: Path, *options: str, patient: bool =
 @pytest.mark.slow
 def test_restarted_worker_is_new_and_takes_over_within_second(model: Path, tmp_path: Path) -> None:
     """F5, F6: the only worker dies and starts anew: what was running goes on there, within a second of its return."""
-    options = ["--worker-wait", "20s"]
+    options = ["--worker-wait", "200s"]
     with running_service(tmp_path, model, worker_options=OPTIONS, router_options=options) as service:
         asked = [seeded(i, 250) for i in range(6)]
         undisturbed = answers(service, long_again(asked))

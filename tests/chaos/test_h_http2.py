@@ -39,7 +39,7 @@ def behind_a_router(folder: Path, worker: Http2Worker) -> Iterator[InferenceServ
     worker.start()
     try:
         with (
-            router_before(worker.port, folder, "--worker-wait", "2s") as router,
+            router_before(worker.port, folder, "--worker-wait", "10s") as router,
             grpc.insecure_channel(router.address) as channel,
         ):
             yield InferenceServiceStub(channel)
@@ -51,7 +51,7 @@ def behind_a_router(folder: Path, worker: Http2Worker) -> Iterator[InferenceServ
 def ask(stub: InferenceServiceStub) -> Answer:
     asked = pb.GenerateRequest(token_ids=pb.TokenIds(ids=PROMPT), sampling_params=pb.SamplingParams(max_tokens=TOKENS))
     asked.output_options.return_token_ids = True
-    return generate(stub, asked, timeout=40)
+    return generate(stub, asked)
 
 
 def assert_whole(answer: Answer) -> None:

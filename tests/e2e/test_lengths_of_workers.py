@@ -29,7 +29,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     """A worker of 1024 tokens and one of 256."""
     folder = tmp_path_factory.mktemp("fleet")
     model = simulated_model(folder / "model")
-    options = ["--worker-wait", "20s"]
+    options = ["--worker-wait", "200s"]
     with running_service(folder, model, workers=2, worker_options=OPTIONS, router_options=options) as service:
         for worker, length in zip(service.workers, (LONG, SHORT), strict=True):
             worker.stop(signal.SIGKILL)

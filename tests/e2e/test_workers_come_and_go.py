@@ -104,7 +104,7 @@ async def test_broken_stream_of_draining_worker_is_moved() -> None:
 
 
 @contextlib.asynccontextmanager
-async def early(*workers: FakeWorker, worker_wait_s: float = 20.0) -> AsyncIterator[Bench]:
+async def early(*workers: FakeWorker, worker_wait_s: float = 120.0) -> AsyncIterator[Bench]:
     """A router whose workers have not started yet."""
     for worker in workers:
         await worker.start()

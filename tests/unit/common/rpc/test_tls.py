@@ -236,7 +236,7 @@ def test_encrypted_tls_key_is_refused_without_prompt(ca: Authority, tmp_path: Pa
     imports = "import sys; from pathlib import Path; from common.rpc.tls import ServerTls"
     program = f"{imports}\nServerTls(*map(Path, sys.argv[1:])).credentials()"
     result = subprocess.run(
-        [sys.executable, "-c", program, pair.cert, locked], capture_output=True, text=True, timeout=30, check=False
+        [sys.executable, "-c", program, pair.cert, locked], capture_output=True, text=True, timeout=60, check=False
     )
     assert "unencrypted key" in result.stderr.splitlines()[-1]
 
