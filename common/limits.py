@@ -240,6 +240,8 @@ MAX_HISTOGRAM_SERIES = 2000
 MAX_EXPORTED_SERIES = 1 << 14
 # How long the lost attempts of a worker stay in the metrics after it has left, so that scrapers see them.
 LOST_SERIES_S = 600.0
+# Engine steps in the trace of one request that asks for them (x-fissile-trace-steps): its newest.
+MAX_TRACED_STEPS = 256
 # Spans that wait until it is known whether their request was slow or failed (--trace-slow), about 2 KB each.
 MAX_HELD_SPANS = 1 << 13
 # The port for scrapers: connections (one more ends the one that has been quiet longest), bytes of a request, how long

@@ -18,6 +18,9 @@ TRACERESPONSE: Final = "traceresponse"
 # Our entry in a trace state. It carries the operation, so that spans on both sides of the hop name the same one.
 TRACESTATE_KEY: Final = "fissile"
 
+# Metadata key by which a client asks for its request's engine steps in the trace; `0` and an empty value do not ask.
+TRACE_STEPS: Final = "x-fissile-trace-steps"
+
 # Spans. The router's span has the name of its RPC (`fissile.v1.InferenceService/Generate`).
 WORKER_SPAN: Final = "worker.generate"
 ATTEMPT_SPAN: Final = "attempt"
@@ -26,6 +29,7 @@ TOKENIZE_SPAN: Final = "tokenize"
 WAIT_SPAN: Final = "wait for worker"
 PREFILL_SPAN: Final = "prefill"
 DECODE_SPAN: Final = "decode"
+STEP_SPAN: Final = "step"
 
 # Events of the router's span.
 SUBMITTED_EVENT: Final = "submitted"
@@ -93,6 +97,14 @@ DECODE_MEAN_BATCH: Final = "fissile.decode.mean_batch"
 DECODE_PREEMPTIONS: Final = "fissile.decode.preemptions"
 DECODE_DRAFTS: Final = "fissile.decode.drafts"
 DECODE_ACCEPTED: Final = "fissile.decode.drafts_accepted"
+STEP_NUMBER: Final = "fissile.step.number"
+STEP_SEQUENCES: Final = "fissile.step.sequences"
+STEP_PREFILLS: Final = "fissile.step.prefills"
+STEP_TOKENS: Final = "fissile.step.tokens"
+STEP_OWN_TOKENS: Final = "fissile.step.own_tokens"
+STEP_FORWARD: Final = "fissile.step.forward_ms"
+STEP_FREE_BLOCKS: Final = "fissile.step.free_blocks"
+STEP_WAITING: Final = "fissile.step.waiting"
 END_REASON: Final = "fissile.end_reason"
 DRAFT_METHOD: Final = "fissile.draft.method"
 DRAFT_POSITION: Final = "fissile.draft.position"

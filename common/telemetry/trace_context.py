@@ -20,6 +20,8 @@ _PROPAGATOR: Final = TraceContextTextMapPropagator()
 _MAX_TRACEPARENT: Final = 256
 # Most entries of a trace state (W3C Trace Context).
 _MAX_TRACESTATE: Final = 32
+# End of our entry in a trace state that asks for steps.
+_WITH_STEPS: Final = ".steps"
 
 
 def extract(metadata: Metadata | None) -> Context:
@@ -54,13 +56,20 @@ def trace_id_of(traceparent: str) -> str:
     return fields[1] if len(fields) >= 4 and len(fields[1]) == 32 else ""
 
 
-def with_operation(tracestate: str, operation: str) -> str:
-    """The trace state with our entry in front, so that the worker's span names the router's operation."""
+def with_operation(tracestate: str, operation: str, *, has_steps: bool = False) -> str:
+    """The trace state with our entry in front: the operation that the worker's span names, and if it has steps."""
     header = [tracestate] if tracestate else []
     others = [each for each in TraceState.from_header(header).items() if each[0] != names.TRACESTATE_KEY]
-    return TraceState([(names.TRACESTATE_KEY, operation), *others[: _MAX_TRACESTATE - 1]]).to_header()
+    entry = operation + (_WITH_STEPS if has_steps else "")
+    return TraceState([(names.TRACESTATE_KEY, entry), *others[: _MAX_TRACESTATE - 1]]).to_header()
 
 
-def operation_in(context: Context) -> str:
-    """The operation that a router added to the trace state; "" without one."""
-    return trace.get_current_span(context).get_span_context().trace_state.get(names.TRACESTATE_KEY, "")
+def operation_in(context: Context) -> tuple[str, bool]:
+    """The operation that a router added to the trace state, "" without one; and True if the trace is to have steps."""
+    entry = trace.get_current_span(context).get_span_context().trace_state.get(names.TRACESTATE_KEY, "")
+    return entry.removesuffix(_WITH_STEPS), entry.endswith(_WITH_STEPS)
+
+
+def asks_for_steps(metadata: Metadata | None) -> bool:
+    """True if the client wants the engine steps of its request in the trace."""
+    return any(key == names.TRACE_STEPS and value not in ("", "0") for key, value in metadata or ())

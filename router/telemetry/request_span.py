@@ -19,7 +19,7 @@ from common.telemetry.failures import harmless
 from common.telemetry.logs import current_trace_id
 from common.telemetry.prometheus import current_traceparent
 from common.telemetry.request_record import shown
-from common.telemetry.trace_context import Metadata, extract, inject, trace_id_of, with_operation
+from common.telemetry.trace_context import Metadata, asks_for_steps, extract, inject, trace_id_of, with_operation
 from common.telemetry.tracing import OpenSpan, SpanFactory, usage_attributes
 from router.scheduling.queued_request import PlacementChoice
 
@@ -46,7 +46,9 @@ def request_span(
     if operation:
         attributes |= {names.OPERATION: operation, names.PROVIDER: names.PROVIDER_FISSILE}
     started = tracing.start(method, context, attributes)
-    return RequestSpan(*inject(context)) if started is None else RecordedRequestSpan(started, operation)
+    if started is None:
+        return RequestSpan(*inject(context))
+    return RecordedRequestSpan(started, operation, has_steps=asks_for_steps(metadata))
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,12 +188,13 @@ class RecordedRequestSpan(RequestSpan):
     Args:
         open_span: the span.
         operation: of the call, "" for an RPC that generates nothing.
+        has_steps: True if workers add the engine steps of its sequences.
     """
 
-    def __init__(self, open_span: OpenSpan, operation: str) -> None:
+    def __init__(self, open_span: OpenSpan, operation: str, *, has_steps: bool) -> None:
         super().__init__(*inject(open_span.context))
-        if operation == names.CHAT:
-            self.tracestate = with_operation(self.tracestate, operation)
+        if operation == names.CHAT or (operation and has_steps):
+            self.tracestate = with_operation(self.tracestate, operation, has_steps=has_steps)
         self._open = open_span
         self._operation = operation
         self._last_attempt: SpanContext | None = None

@@ -32,12 +32,12 @@ class Site:
         self.admin = admin
         self._number = 0
 
-    def begin(self, max_tokens: int, timeout_s: float = 300.0) -> Any:
+    def begin(self, max_tokens: int, timeout_s: float = 300.0, metadata: tuple[tuple[str, str], ...] = ()) -> Any:
         """A call with a request id of its own, `call.request_id`."""
         self._number += 1
         asked = request(self._number, max_tokens)
         asked.request_id = f"tree-{self._number}"
-        call: Any = self.stub.Generate(asked, timeout=timeout_s)
+        call: Any = self.stub.Generate(asked, timeout=timeout_s, metadata=metadata)
         call.request_id = asked.request_id
         return call
 
@@ -199,3 +199,17 @@ def test_each_request_has_one_root_and_every_span_a_parent(site: Site) -> None:
     spans = [span for span in site.receiver.spans if span.trace_id in traces]
     ids = {span.span_id for span in spans}
     assert all(span.parent_id in ids for span in spans if span.name != METHOD)
+
+
+def test_steps_of_a_request_are_in_its_trace_on_demand(site: Site) -> None:
+    call = site.begin(6, metadata=(("x-fissile-trace-steps", "1"),))
+    list(call)
+    worker = site.sequence(site.root(call))
+    assert worker is not None
+    steps = [span for span in site.below(worker, 9) if span.name == "step"]
+    assert len(steps) == 6
+    numbers = sorted(int(step.attributes["fissile.step.number"]) for step in steps)
+    assert numbers == list(range(numbers[0], numbers[0] + 6))
+    assert all(step.attributes["fissile.step.sequences"] == 1 for step in steps)
+    assert all(worker.start_ns <= step.start_ns <= step.end_ns <= worker.end_ns + 5_000_000 for step in steps)
+    assert sum(int(step.attributes["fissile.step.prefills"]) for step in steps) == 1

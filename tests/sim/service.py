@@ -37,6 +37,7 @@ from tests.sim.virtual_time import VirtualLoop
 from tests.unit.router.scheduling.dispatching import make_dispatcher
 from worker.engine.core import EngineCore
 from worker.engine.outputs import EngineLoad
+from worker.engine.step_record import StepRing
 from worker.engine.turns import Cancel, Command, EngineTurns, SetDeadline, Submit, TicketReceipt
 from worker.session.adoption import Orphans
 from worker.session.cache_events import KvLog
@@ -216,6 +217,11 @@ class SimWorker:
     def load(self) -> EngineLoad | None:
         """The load at this moment."""
         return self.core.load()
+
+    @property
+    def steps(self) -> StepRing:
+        """Records of the engine's newest steps."""
+        return self.core.steps
 
     @property
     def num_steps(self) -> int:

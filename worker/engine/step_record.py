@@ -128,3 +128,13 @@ class StepRing:
         # `list` copies a deque without running Python code in between, so another thread cannot change it meanwhile.
         records = list(self._records)
         return records if count is None else records[max(0, len(records) - count) :]
+
+    def newest_of(self, seq_id: int, since: float, count: int) -> list[StepRecord]:
+        """The last `count` finished steps that computed a sequence, of those launched after `since`; oldest first."""
+        found: list[StepRecord] = []
+        for record in reversed(self.newest()):
+            if record.launched < since or len(found) == count:
+                break
+            if record.finished is not None and seq_id in record.seq_ids:
+                found.append(record)
+        return found[::-1]

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, Protocol
 
 import grpc
 import structlog
 
 from common.errors import ApiError, DeadlineError, EngineError
+from common.limits import MAX_TRACED_STEPS
 from worker.engine.outputs import End, RequestOutput
 from worker.engine.sequence import EndReason
+from worker.engine.step_record import StepRing
 from worker.session.sequence_span import SequenceSpan
 
 log = structlog.get_logger(__name__)
 
 # Ends that are not failures.
 FINISHES: Final = frozenset({EndReason.EOS, EndReason.STOP_TOKEN, EndReason.STOP_SEQUENCE, EndReason.LENGTH})
+
+
+class StepSource(Protocol):
+    """Engine whose newest steps are recorded."""
+
+    @property
+    def steps(self) -> StepRing: ...
 
 
 class RequestTrace:
@@ -26,16 +35,22 @@ class RequestTrace:
         prompt_tokens: of the sequence.
         span: ends with the sequence.
         trace_id: of the span; "" without one.
+        seq_id: id of the sequence in the engine.
+        engine: has its steps.
 
     Attributes:
         rid: as given; changes when another router adopts the sequence.
     """
 
-    def __init__(self, rid: int, prompt_tokens: int, span: SequenceSpan, trace_id: str) -> None:
+    def __init__(
+        self, rid: int, prompt_tokens: int, span: SequenceSpan, trace_id: str, seq_id: int, engine: StepSource
+    ) -> None:
         self.rid = rid
         self._prompt_tokens = prompt_tokens
         self._span = span
         self._trace_id = trace_id
+        self._seq_id = seq_id
+        self._engine = engine
         self._cached_tokens = 0
 
     def note(self, output: RequestOutput) -> None:
@@ -54,6 +69,9 @@ class RequestTrace:
             "output_tokens": output_tokens,
             "cached_tokens": self._cached_tokens,
         }
+        if self._span.has_steps:
+            steps = self._engine.steps.newest_of(self._seq_id, end.times.arrived, MAX_TRACED_STEPS)
+            self._span.add_steps(steps, self._seq_id)
         if end.reason in FINISHES:
             self._span.finish(end.times, reason=reason, **counts)
         else:

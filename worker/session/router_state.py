@@ -23,6 +23,7 @@ from common.telemetry.trace_context import trace_id_of
 from common.telemetry.tracing import SpanFactory
 from worker.engine.outputs import End, EngineLoad, RequestOutput
 from worker.engine.sequence import EndReason, Sequence
+from worker.engine.step_record import StepRing
 from worker.engine.turns import TicketReceipt
 from worker.session.adoption import AdoptionFacts, Orphans
 from worker.session.cache_events import KvLog
@@ -50,6 +51,11 @@ class SessionEngine(Protocol):
     @property
     def kv_log(self) -> KvLog:
         """Log of the prefix cache's changes."""
+        ...
+
+    @property
+    def steps(self) -> StepRing:
+        """Records of the newest steps."""
         ...
 
     def busy_s(self, now: float) -> float:
@@ -326,7 +332,9 @@ class RouterSequences:
             rid=f"{arrival.rid:x}",
             worker_id=self._facts.worker_id,
         )
-        trace = RequestTrace(arrival.rid, seq.num_prompt_tokens, span, trace_id_of(arrival.traceparent))
+        trace = RequestTrace(
+            arrival.rid, seq.num_prompt_tokens, span, trace_id_of(arrival.traceparent), seq.id, self._engine
+        )
         adoptable = None
         if arrival.adoption_key:
             given = array("I", seq.token_ids[seq.num_prompt_tokens :])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import grpc
 from opentelemetry.util.types import AttributeValue
 
@@ -11,6 +13,7 @@ from common.telemetry.failures import harmless
 from common.telemetry.trace_context import extract, operation_in
 from common.telemetry.tracing import OpenSpan, SpanFactory, nanoseconds, usage_attributes, wall_offset_ns
 from worker.engine.outputs import SequenceTimes
+from worker.engine.step_record import StepRecord
 
 
 def sequence_span(
@@ -37,9 +40,10 @@ def sequence_span(
         worker_id: this worker.
     """
     context = extract([(names.TRACEPARENT, traceparent), (names.TRACESTATE, tracestate)])
+    operation, has_steps = operation_in(context)
     attributes: dict[str, AttributeValue] = {
         names.PROVIDER: names.PROVIDER_FISSILE,
-        names.OPERATION: names.CHAT if operation_in(context) == names.CHAT else names.TEXT_COMPLETION,
+        names.OPERATION: names.CHAT if operation == names.CHAT else names.TEXT_COMPLETION,
         names.REQUEST_MODEL: model,
         names.RESPONSE_ID: request_id,
         names.RID: rid,
@@ -47,11 +51,20 @@ def sequence_span(
     }
     kept = {key: value for key, value in attributes.items() if value}
     started = tracing.start(names.WORKER_SPAN, context, kept, start_ns=wall_offset_ns() + nanoseconds(arrived))
-    return SequenceSpan() if started is None else RecordedSequenceSpan(started)
+    return SequenceSpan() if started is None else RecordedSequenceSpan(started, has_steps=has_steps)
 
 
 class SequenceSpan:
-    """The worker's span of one sequence; this class records nothing. The first of `finish` and `fail` ends it."""
+    """The worker's span of one sequence; this class records nothing. The first of `finish` and `fail` ends it.
+
+    Attributes:
+        has_steps: True if the span is to have the sequence's engine steps.
+    """
+
+    has_steps = False
+
+    def add_steps(self, steps: Sequence[StepRecord], seq_id: int) -> None:
+        """Adds the steps of the sequence with this id, oldest first."""
 
     def finish(
         self, times: SequenceTimes, *, reason: str, input_tokens: int, output_tokens: int, cached_tokens: int
@@ -73,8 +86,25 @@ class SequenceSpan:
 class RecordedSequenceSpan(SequenceSpan):
     """A sequence's span that is recorded."""
 
-    def __init__(self, open_span: OpenSpan) -> None:
+    def __init__(self, open_span: OpenSpan, *, has_steps: bool) -> None:
         self._open = open_span
+        self.has_steps = has_steps
+
+    @harmless("traces")
+    def add_steps(self, steps: Sequence[StepRecord], seq_id: int) -> None:
+        """Adds a child for each step."""
+        for step in steps:
+            attributes = {
+                names.STEP_NUMBER: step.number,
+                names.STEP_SEQUENCES: len(step.seq_ids),
+                names.STEP_PREFILLS: step.num_prefills,
+                names.STEP_TOKENS: sum(step.num_tokens),
+                names.STEP_OWN_TOKENS: step.num_tokens[step.seq_ids.index(seq_id)],
+                names.STEP_FORWARD: round(1e3 * step.duration_s, 3),
+                names.STEP_FREE_BLOCKS: step.free_blocks,
+                names.STEP_WAITING: step.num_waiting,
+            }
+            self._open.add_child(names.STEP_SPAN, step.scheduled, step.finished or step.launched, attributes)
 
     @harmless("traces")
     def finish(

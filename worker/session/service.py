@@ -199,7 +199,7 @@ class WorkerService(WorkerServiceServicer):
             request_id=request_id,
             worker_id=self.facts.worker_id,
         )
-        return RequestTrace(0, seq.num_prompt_tokens, span, trace_id_of(traceparent))
+        return RequestTrace(0, seq.num_prompt_tokens, span, trace_id_of(traceparent), seq.id, self._engine)
 
     # RPCs.
 

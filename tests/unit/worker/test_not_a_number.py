@@ -228,7 +228,7 @@ def test_nan_end_has_metric_and_log_line() -> None:
     tracing = setup_tracing("test", "i")
     span = sequence_span(tracing, "", "", arrived=0.0, model="m", request_id="2a", worker_id="w")
     with capture_logs() as logs:
-        RequestTrace(42, 2, span, "abc").note(output)
+        RequestTrace(42, 2, span, "abc", seq.id, turns.core).note(output)
     (line,) = [line for line in logs if line["log_level"] == "error"]
     assert (line["event"], line["rid"], line["trace_id"]) == ("the model's output is not a number", "2a", "abc")
 

@@ -421,3 +421,21 @@ def test_submitted_event_says_why_the_worker_was_chosen(recorder: Recorder) -> N
         "fissile.placement.estimate_ms": 12.5,
     }
     assert "fissile.placement.estimate_ms" not in second
+
+
+@pytest.mark.parametrize("operation", [names.CHAT, names.TEXT_COMPLETION])
+@pytest.mark.parametrize(("asked", "has_steps"), [("1", True), ("0", False), ("", False), (None, False)])
+def test_wish_for_steps_crosses_the_hop(recorder: Recorder, operation: str, asked: str | None, has_steps: bool) -> None:
+    metadata: list[tuple[str, str | bytes]] = [*METADATA]
+    if asked is not None:
+        metadata.append((names.TRACE_STEPS, asked))
+    with request_span(recorder.tracing, GENERATE, metadata, operation=operation) as span:
+        sequence = sequence_span(recorder.tracing, span.traceparent, span.tracestate, arrived=1.0)
+        assert sequence.has_steps is has_steps
+        sequence.fail(grpc.StatusCode.CANCELLED)
+    assert attributes(recorder.one(names.WORKER_SPAN))["gen_ai.operation.name"] == operation
+
+
+def test_without_tracing_nobody_looks_for_steps() -> None:
+    with request_span(SpanFactory(), GENERATE, [(names.TRACE_STEPS, "1")], operation=names.CHAT) as span:
+        assert not sequence_span(SpanFactory(), span.traceparent, span.tracestate, arrived=1.0).has_steps

@@ -102,3 +102,17 @@ def test_failed_step_stays_unfinished_in_ring() -> None:
     assert failed.waited is not None
     assert failed.finished is None
     assert [row.num_tokens for row in failed.rows()] == [2]
+
+
+def test_newest_steps_of_sequence_are_finished_bounded_and_behind_its_arrival() -> None:
+    ring = StepRing()
+    for number in range(1, 7):
+        step = record(number, 2)
+        step.seq_ids = [7, number]
+        step.launched = float(number)
+        step.finished = None if number == 6 else number + 0.5
+        ring.append(step)
+    assert [each.number for each in ring.newest_of(7, since=2.0, count=10)] == [2, 3, 4, 5]
+    assert [each.number for each in ring.newest_of(7, since=0.0, count=2)] == [4, 5]
+    assert [each.number for each in ring.newest_of(3, since=0.0, count=10)] == [3]
+    assert ring.newest_of(9, since=0.0, count=10) == []

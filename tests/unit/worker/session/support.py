@@ -15,6 +15,7 @@ from common.wire.block_hash import hash_chain
 from worker.engine.core import EngineCore
 from worker.engine.outputs import EngineLoad, RequestOutput
 from worker.engine.sequence import Sequence
+from worker.engine.step_record import StepRing
 from worker.engine.turns import Cancel, Command, EndAll, EngineTurns, SetDeadline, StepListener, Submit, TicketReceipt
 from worker.session.cache_events import KvLog
 from worker.session.deliveries import Deliveries, OwnedSequence
@@ -146,6 +147,11 @@ class SteppedEngine:
     def num_steps(self) -> int:
         """Engine steps since the start."""
         return self.core.num_steps
+
+    @property
+    def steps(self) -> StepRing:
+        """Records of the core's newest steps."""
+        return self.core.steps
 
     def busy_s(self, now: float) -> float:
         """No step is ever under way between calls."""
