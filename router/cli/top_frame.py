@@ -301,7 +301,7 @@ def _head(contents: _Contents, now: float, trouble: str) -> Iterator[FrameLine]:
     yield FrameLine(f"{load.in_flight} in flight{speed}; waiting here: {waiting or 'none'}")
     held = sum(worker.held for worker in load.workers)
     gate = (
-        f"delay factor {routing.delay_factor:g}, at most {_time(to_seconds(routing.max_hold))}, shut at {held} workers"
+        f"delay factor {routing.delay_factor:g}, at most {_time(to_seconds(routing.max_hold))}, shut at {held}"
         if routing.delay_factor
         else "off"
     )

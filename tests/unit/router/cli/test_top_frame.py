@@ -77,7 +77,7 @@ def test_worker_rates_come_from_two_snapshots() -> None:
     assert row(lines, "w0") == ["w0", "serving", "3", "3", "held", "25%", "100", "20ms", "10ms", "0.1.0"]
     assert "100 tokens/s" in lines[1]
     assert "normal 2 (oldest 1.2s)" in lines[1]
-    assert "delay factor 0.5, at most 100ms, shut at 1 workers" in lines[2]
+    assert "delay factor 0.5, at most 100ms, shut at 1; placement: prefix_aware" in lines[2]
 
 
 def test_means_without_new_answers_are_of_all_and_in_parentheses() -> None:
