@@ -36,7 +36,7 @@ from common.limits import (
     SMALL_CHUNK_BYTES,
 )
 from common.rpc.descriptors import max_connections, raise_descriptor_limit
-from common.rpc.tls import TlsError
+from common.rpc.tls import TlsError, is_loopback
 from common.telemetry.logs import setup_logging
 from common.telemetry.output import guard_standard_streams
 from facade.app import FacadeApp
@@ -239,6 +239,14 @@ class Facade:
             if self._serving.done():
                 self._serving.result()
         log.info("http listening", address=self.address, routers=list(self._options.routers))
+        self._warn_of_plain_text()
+
+    def _warn_of_plain_text(self) -> None:
+        readable = "anybody on the way can read prompts, answers and keys"
+        if self._options.tls is None and not is_loopback(self._options.host):
+            log.warning(f"PLAIN TEXT outside loopback: {readable}; use --tls-cert", address=self.address)
+        if not self._options.connection and not all(map(is_loopback, self._options.routers)):
+            log.warning(f"PLAIN TEXT to routers outside loopback: {readable}; use --router-ca")
 
     async def drain(self) -> None:
         """Accepts no new requests, lets streams finish within the drain timeout, then stops."""

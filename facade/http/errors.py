@@ -51,6 +51,7 @@ class HttpError:
         param: field that is wrong, as the caller names it; "" for none.
         retry_after_s: when the same request may work; None if that is unknown.
         has_begun: True if a part of the answer has been sent.
+        detail: what gRPC says of the routers' connections, for the log alone.
     """
 
     status: int
@@ -59,6 +60,7 @@ class HttpError:
     param: str = ""
     retry_after_s: float | None = None
     has_begun: bool = False
+    detail: str = ""
 
     @property
     def headers(self) -> list[tuple[bytes, bytes]]:
@@ -112,10 +114,11 @@ def _made(
     param = param_of(path, names) if path else ""
     if path and message.startswith(path):
         message = param + message[len(path) :]
+    detail = ""
     if status == 503 and not reason:
         # gRPC's own words name addresses of routers.
-        message = "no router can be reached"
-    return HttpError(status, message, reason, param, retry_after_s, has_begun)
+        message, detail = "no router can be reached", message
+    return HttpError(status, message, reason, param, retry_after_s, has_begun, detail)
 
 
 def server_ending() -> ApiError:

@@ -193,6 +193,7 @@ class Exchange:
     def note(self, error: HttpError) -> None:
         """Records why the request fails, for the log."""
         self.facts.update(reason=error.reason, param=shown(error.param, 128), failed_status=error.status)
+        self.facts["why"] = shown(error.detail, 512)
 
     async def start(self, status: int, headers: Iterable[tuple[bytes, bytes]]) -> None:
         """Sends status and headers."""

@@ -14,11 +14,14 @@ from typing import Any
 import httpx2
 import pytest
 from cryptography import x509
+from structlog.testing import capture_logs
 
 from common.rpc.tls import ServerTls
 from facade import server
+from facade.http.exchange import EVENT
 from facade.options import FacadeOptions
 from facade.server import Facade
+from router.security import RouterSecurity
 from tests.certificates import LOOPBACK, Authority, Pair
 from tests.e2e.http_bench import HttpBench, facade_of
 from tests.e2e.router_bench import bench, until
@@ -35,9 +38,9 @@ async def served() -> AsyncIterator[HttpBench]:
 
 
 @contextlib.asynccontextmanager
-async def without_routers(**options: Any) -> AsyncIterator[Facade]:
+async def without_routers(router: str = "127.0.0.1:1", **options: Any) -> AsyncIterator[Facade]:
     """A facade that listens, for what needs no router."""
-    facade = Facade(FacadeOptions(["127.0.0.1:1"], **{"port": 0, **options}))
+    facade = Facade(FacadeOptions([router], **{"port": 0, **options}))
     await facade.start()
     try:
         yield facade
@@ -104,6 +107,38 @@ async def test_new_certificate_and_new_ca_of_callers_count_at_the_next_handshake
             await version(facade, context_of(servers, alice))
         # The connection that exists goes on.
         assert (await client.get(url)).status_code == 200
+
+
+async def test_log_says_why_no_router_can_be_reached(tmp_path: Path) -> None:
+    servers, others = Authority(tmp_path, "servers"), Authority(tmp_path, "others")
+    own = servers.issue("router", *LOOPBACK)
+    connection = {"tls": True, "tls_ca": others.cert}
+    async with (
+        bench(security=RouterSecurity(tls=ServerTls(own.cert, own.key)), start=False) as b,
+        facade_of([b.router.server.address], connection=connection, give_up_s=0.0) as http,
+    ):
+        with capture_logs() as lines:
+            response = await http.http.post(CHAT, json=SAY)
+            await until(lambda: [line for line in lines if line["event"] == EVENT])
+    assert (response.status_code, response.json()["error"]["message"]) == (503, "no router can be reached")
+    (line,) = [line for line in lines if line["event"] == EVENT]
+    assert "CERTIFICATE_VERIFY_FAILED" in line["why"]
+
+
+async def test_plain_text_outside_loopback_is_a_warning(tmp_path: Path) -> None:
+    own = Authority(tmp_path).issue("facade", *LOOPBACK)
+    tls, far = ServerTls(own.cert, own.key), {"connection": {"tls": True, "tls_ca": own.cert}}
+    for options, routers, said in (
+        ({}, "127.0.0.1:1", []),
+        ({"host": "0.0.0.0"}, "127.0.0.1:1", ["PLAIN TEXT outside loopback"]),
+        ({"host": "0.0.0.0", "tls": tls}, "127.0.0.1:1", []),
+        ({}, "192.0.2.1:1", ["PLAIN TEXT to routers outside loopback"]),
+        (far, "192.0.2.1:1", []),
+    ):
+        with capture_logs() as lines:
+            async with without_routers(routers, **options):
+                pass
+        assert [line["event"].partition(":")[0] for line in lines if line["log_level"] == "warning"] == said
 
 
 async def test_handshake_that_does_not_end_closes_the_connection(
