@@ -116,6 +116,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "deepseek_v2": ("DeepseekV2", {**LATENT_SHAPE, "q_lora_rank": None, "routed_scaling_factor": 1.5}),
     "deepseek_v3": ("DeepseekV3", LATENT_SHAPE),
     # With few index heads many scores are exactly 0, and which of them `transformers` takes changes with the length of
     # the context.

@@ -272,6 +272,47 @@ def reference_window(config: Any, layer: int) -> int | None:
     return config.sliding_window if config.model_type in ("mistral", "mixtral", "qwen3_moe", "phi3") else None
 
 
+@pytest.mark.parametrize(
+    ("architecture", "entries", "message"),
+    [
+        (
+            "deepseek_v2",
+            {"topk_method": "group_limited_greedy"},
+            "topk_method is 'group_limited_greedy'; supported: greedy",
+        ),
+        ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob is True; supported: false"),
+        (
+            "mistral",
+            {"sliding_window": 9, "layer_types": ["full_attention"] * 3},
+            "layer_types with full_attention beside",
+        ),
+        ("smollm3", {"no_rope_layers": [1, 0]}, "a list has fewer entries than there are layers"),
+        ("smollm3", {"no_rope_layers": [1, 2, 0]}, "no_rope_layers must list 0 or 1 for each of 3 layers"),
+        ("granite", {"logits_scaling": 0}, "logits_scaling is 0; it must be a positive"),
+        ("phi3", {"rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}}, "must list"),
+        (
+            "phi3",
+            {"rope_scaling": {"type": "longrope", "short_factor": 1.0, "long_factor": [1.0]}},
+            "must be a list of",
+        ),
+        (
+            "phi3",
+            {"rope_scaling": {"type": "longrope", "short_factor": [0.0], "long_factor": [1.0]}},
+            r"short_factor\[0\]",
+        ),
+    ],
+)
+def test_settings_that_no_reading_serves_are_refused(
+    tmp_path: Path, architecture: str, entries: dict[str, Any], message: str
+) -> None:
+    shape = {**DEFAULT_SHAPE, **ARCHITECTURES[architecture][1], "original_max_position_embeddings": 64, **entries}
+    named = {"architectures": [f"{ARCHITECTURES[architecture][0]}ForCausalLM"], "model_type": architecture}
+    (tmp_path / "config.json").write_text(json.dumps(shape | named))
+    with pytest.raises(ModelError, match=message) as refusal:
+        model_class(f"{ARCHITECTURES[architecture][0]}ForCausalLM").tensor_shapes(ModelConfig.from_folder(tmp_path))
+    assert "\n" not in str(refusal.value)
+
+
 # Changes of a saved config.json that the worker once read as other settings.
 EDITS: dict[str, tuple[str, dict[str, Any]]] = {
     "yarn beside the default": ("qwen3", {"rope_scaling": YARN}),

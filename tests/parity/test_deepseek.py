@@ -49,6 +49,20 @@ MTP = {
     "shared_head.head.weight": (384, 64),
 }
 CHECKPOINTS: dict[str, dict[str, Any]] = {
+    "v2": {"architecture": "deepseek_v2"},
+    "v2-yarn-odd-untied": {
+        "architecture": "deepseek_v2",
+        "rope_parameters": YARN,
+        "tie_word_embeddings": False,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 3,
+        "hidden_size": 60,
+        "kv_lora_rank": 22,
+        "q_lora_rank": 20,
+        "attention_bias": True,
+        "first_k_dense_replace": 0,
+        "routed_scaling_factor": 1.0,
+    },
     "v3-tied": {"architecture": "deepseek_v3"},
     "v3-yarn-odd-untied": {
         "architecture": "deepseek_v3",

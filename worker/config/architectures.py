@@ -20,6 +20,7 @@ support_model_arch_dict: dict[str, str] = {
     "MixtralForCausalLM": "worker.model.models.mixtral:MixtralForCausalLM",
     "GptOssForCausalLM": "worker.model.models.gpt_oss:GptOssForCausalLM",
     "Glm4MoeForCausalLM": "worker.model.models.glm4_moe:Glm4MoeForCausalLM",
+    "DeepseekV2ForCausalLM": "worker.model.models.deepseek_v2:DeepseekV2ForCausalLM",
     "DeepseekV3ForCausalLM": "worker.model.models.deepseek_v3:DeepseekV3ForCausalLM",
     "DeepseekV32ForCausalLM": "worker.model.models.deepseek_v32:DeepseekV32ForCausalLM",
 }

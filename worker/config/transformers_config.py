@@ -77,6 +77,8 @@ def read_settings(config: Mapping[str, Any], model_type: str) -> dict[str, Any]:
             read.standardize_rope_params()
     except StrictDataclassError as error:
         raise ValueError(_named(error, config, config_class)) from None
+    except IndexError:
+        raise ValueError("a list has fewer entries than there are layers") from None
     except (ArithmeticError, AttributeError, LookupError, RecursionError) as error:
         raise ValueError(f"{type(error).__name__}: {_one_line(error)}") from None
     settings = {name: value for name, value in vars(read).items() if _is_setting(name, value)}

@@ -233,19 +233,19 @@ def grouped_moe_config(config: ModelConfig) -> MoEConfig:
     return MoEConfig(config.count("n_routed_experts"), config.count("moe_intermediate_size"), routing)
 
 
-def grouped_moe_shapes(config: ModelConfig) -> dict[str, Shape]:
+def grouped_moe_shapes(moe: MoEConfig, hidden_size: int, correction: bool) -> dict[str, Shape]:
     """Name, from the layer's `mlp` on, and shape of every tensor of a grouped mixture, without the shared experts."""
-    moe = grouped_moe_config(config)
-    router: dict[str, Shape] = {
-        "mlp.gate.weight": (moe.num_experts, config.hidden_size),
-        "mlp.gate.e_score_correction_bias": (moe.num_experts,),
-    }
-    return router | ExpertNames().shapes("mlp.experts", moe, config.hidden_size)
+    router: dict[str, Shape] = {"mlp.gate.weight": (moe.num_experts, hidden_size)}
+    if correction:
+        router["mlp.gate.e_score_correction_bias"] = (moe.num_experts,)
+    return router | ExpertNames().shapes("mlp.experts", moe, hidden_size)
 
 
-def grouped_moe(build: Build, prefix: str, shared: Callable[[torch.Tensor], torch.Tensor] | None) -> MoE:
-    """A grouped mixture from `{prefix}.gate` and `{prefix}.experts`; `shared` as in MoE."""
-    config = grouped_moe_config(build.config)
-    router = ExpertRouter(build, f"{prefix}.gate", config.routing, correction=True)
+def grouped_moe(
+    build: Build, prefix: str, config: MoEConfig, correction: bool, shared: Callable[[torch.Tensor], torch.Tensor]
+) -> MoE:
+    """A grouped mixture from `{prefix}.gate` and `{prefix}.experts`; `correction` as in ExpertRouter, `shared` in
+    MoE."""
+    router = ExpertRouter(build, f"{prefix}.gate", config.routing, correction=correction)
     name = f"{prefix}.experts"
     return MoE(build, name, config, router, ExpertNames().take(build, name, config), shared)

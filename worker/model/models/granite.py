@@ -47,6 +47,8 @@ class GraniteForCausalLM(LlamaForCausalLM):
     @override
     def check(cls, config: ModelConfig) -> None:
         refuse_partial_rotary(config)
+        for name in ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling"):
+            config.positive(name)
 
     def make_mlp(self, build: Build, prefix: str, layer: int) -> Callable[[torch.Tensor], torch.Tensor]:
         """Llama's network, its output multiplied by `residual_multiplier`."""

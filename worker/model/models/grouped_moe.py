@@ -17,7 +17,7 @@ from worker.config.model_config import ModelConfig, ModelError
 from worker.model.layers.build import Build
 from worker.model.layers.embedding import Embedding, LMHead, head_weight
 from worker.model.layers.linear import WHOLE, ColumnLinear
-from worker.model.layers.moe import grouped_moe, grouped_moe_shapes
+from worker.model.layers.moe import MoEConfig, grouped_moe, grouped_moe_config, grouped_moe_shapes
 from worker.model.layers.norm import RMSNorm
 from worker.model.models.llama import LlamaForCausalLM, LlamaMLP, dense_shapes
 from worker.weights.checkpoint import Shape
@@ -36,9 +36,21 @@ class GroupedMoEForCausalLM(LlamaForCausalLM):
         draft_layer: the first MTP layer, if `Build.drafts`.
     """
 
+    # True if the choice of experts has a correction bias.
+    corrects = True
+
     def __init__(self, build: Build) -> None:
         super().__init__(build)
         self.draft_layer = MtpLayer(build, self) if build.drafts else None
+
+    @classmethod
+    def moe_config(cls, config: ModelConfig) -> MoEConfig:
+        """The experts' shape.
+
+        Raises:
+            ModelError: config.json describes another kind of mixture, or its numbers do not fit.
+        """
+        return grouped_moe_config(config)
 
     @classmethod
     def sparse(cls, config: ModelConfig, layer: int) -> bool:
@@ -50,7 +62,7 @@ class GroupedMoEForCausalLM(LlamaForCausalLM):
         if not self.sparse(build.config, layer):
             return LlamaMLP(build, prefix, build.config.intermediate_size)
         shared = LlamaMLP(build, f"{prefix}.shared_experts", _shared_inner(build.config))
-        return grouped_moe(build, prefix, shared.partial)
+        return grouped_moe(build, prefix, self.moe_config(build.config), self.corrects, shared.partial)
 
     @classmethod
     def kept_tensors(cls, config: ModelConfig) -> tuple[str, ...]:
@@ -84,7 +96,8 @@ class GroupedMoEForCausalLM(LlamaForCausalLM):
         hidden = config.hidden_size
         if not cls.sparse(config, layer):
             return dense_shapes("mlp", hidden, config.intermediate_size)
-        return grouped_moe_shapes(config) | dense_shapes("mlp.shared_experts", hidden, _shared_inner(config))
+        mixture = grouped_moe_shapes(cls.moe_config(config), hidden, cls.corrects)
+        return mixture | dense_shapes("mlp.shared_experts", hidden, _shared_inner(config))
 
 
 class MtpLayer:

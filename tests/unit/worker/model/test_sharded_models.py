@@ -41,6 +41,7 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
     "mixtral": {"architecture": "mixtral", "sliding_window": 30},
     "glm4-moe": {"architecture": "glm4_moe", "attention_bias": True},
     "gpt-oss": {"architecture": "gpt_oss"},
+    "deepseek-v2": {"architecture": "deepseek_v2"},
     "deepseek-v3": {"architecture": "deepseek_v3"},
     "deepseek-v32": {"architecture": "deepseek_v32"},
 }
