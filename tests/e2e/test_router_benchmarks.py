@@ -71,7 +71,8 @@ def test_facade() -> None:
     ]
     for row in told["rows"]:
         assert row["tokens/s"] > 0
-        assert row["tokens/message"] >= 1
+        # An answer of one token has three events by HTTP: the token, the finish and the usage.
+        assert row["tokens/message"] >= (1 if row["streams"] > 1 or row["door"] == "gRPC" else 1 / 3)
         assert row["router us/token"] >= 0
 
 
