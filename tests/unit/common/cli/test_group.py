@@ -93,15 +93,19 @@ def test_works_from_a_plain_checkout(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (("nope",), "No such command 'nope'"),
-        (("serve", "--nope"), "No such option"),
+        pytest.param(("serve", "--nope"), "No such option", marks=pytest.mark.slow),
         (("serve", "--workers", "0"), "'--workers'"),
-        (("serve", "--port", "x"), "'--port'"),
-        (("serve", "--log-level", "loud"), "'--log-level'"),
+        pytest.param(("serve", "--port", "x"), "'--port'", marks=pytest.mark.slow),
+        pytest.param(("serve", "--log-level", "loud"), "'--log-level'", marks=pytest.mark.slow),
         (("generate",), "the prompt is empty"),
         (("generate", "hi", "--temperature", "-1"), "sampling_params.temperature"),
-        (("generate", "hi", "--max-tokens", "-3"), "sampling_params.max_tokens"),
-        (("generate", "hi", "--temperature", "nan"), "sampling_params.temperature"),
-        (("generate", "hi", "--repetition-penalty", "0"), "sampling_params.repetition_penalty"),
+        pytest.param(("generate", "hi", "--max-tokens", "-3"), "sampling_params.max_tokens", marks=pytest.mark.slow),
+        pytest.param(("generate", "hi", "--temperature", "nan"), "sampling_params.temperature", marks=pytest.mark.slow),
+        pytest.param(
+            ("generate", "hi", "--repetition-penalty", "0"),
+            "sampling_params.repetition_penalty",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_refuses_with_one_line_and_exit_code_2(arguments: tuple[str, ...], message: str) -> None:
