@@ -107,12 +107,15 @@ async def test_deadline_in_the_queue() -> None:
 
 
 async def test_gate_holds_prompts_and_releases_them_together() -> None:
-    # It holds the first one for longer than the others may take to come.
-    worker = FakeWorker(FILES, decoding=1, latency_us=3_000_000)
-    async with bench(worker, delay_factor=1.0, max_hold_s=4.0) as b:
+    worker = FakeWorker(FILES, decoding=1, latency_us=600_000_000)
+    async with bench(worker, delay_factor=1.0, max_hold_s=60.0) as b:
         calls = [b.stub.Generate(request(params={"max_tokens": 1}))]
         await until(lambda: len(b.router.dispatcher) == 1)
         calls += [b.stub.Generate(request(params={"max_tokens": 1})) for _ in range(3)]
+        await until(lambda: len(b.router.dispatcher) == 4)
+        assert not worker.groups
+        # Now the first one is older than the factor times this latency.
+        worker.latency_us = 1
         await asyncio.gather(*(collect(call) for call in calls))
         assert worker.groups == [4]
         assert any(lane.seqs for lane in worker.lanes)
