@@ -116,7 +116,7 @@ class Router:
         self._encoder = PromptEncoder(TextQueue())
         self._calls = OpenCalls()
         instance = secrets.token_hex(8)
-        self._tracing = setup_tracing("fissile-router", instance, options.trace_slow_s)
+        self._tracing = setup_tracing("fissile-router", instance, options.trace_slow)
         is_scraped = options.metrics_port is not None
         self._metrics = RouterMetrics(setup_metrics("fissile-router", instance, is_scraped=is_scraped))
         self.server, self.admin = _public_server(options), _admin_server(options)

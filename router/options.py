@@ -57,7 +57,7 @@ class RouterOptions:
     security: RouterSecurity = field(default_factory=RouterSecurity)
     max_connection_age_s: float = default_of(ROUTER, "max_connection_age_s")
     log_level: str = default_of(ROUTER, "log_level")
-    trace_slow_s: float | None = default_of(ROUTER, "trace_slow_s")
+    trace_slow: float | None = default_of(ROUTER, "trace_slow")
     audit: AuditOptions = field(default_factory=AuditOptions)
 
     @classmethod

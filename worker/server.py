@@ -84,7 +84,7 @@ class WorkerOptions:
         access: admits or refuses every call; None admits all.
         health_port: of health in plain text; 0 for any free one, None for no such port.
         metrics_port: of metrics for scrapers; 0 for any free one, None for no such port.
-        trace_slow_s: traces of sequences of at least this time are kept; None leaves it to the sampler.
+        trace_slow: traces of sequences of at least this time are kept; None leaves it to the sampler.
         doors: engine protocols of other projects that its port serves too (`SERVED_DOORS`).
     """
 
@@ -103,7 +103,7 @@ class WorkerOptions:
     access: PeerAccess | None = None
     health_port: int | None = None
     metrics_port: int | None = None
-    trace_slow_s: float | None = None
+    trace_slow: float | None = None
     doors: tuple[str, ...] = ()
 
 
@@ -129,7 +129,7 @@ class Worker:
         files = tokenizer_files(options.config.model)
         tokenizer = _checked_tokenizer(files)
         self._loaded = self._first_facts = _first_facts(options, self._config, self._model_config, files)
-        self._tracing = setup_tracing("fissile-worker", self._loaded.instance_id, options.trace_slow_s)
+        self._tracing = setup_tracing("fissile-worker", self._loaded.instance_id, options.trace_slow)
         is_scraped = options.metrics_port is not None
         self._metrics = setup_metrics("fissile-worker", self._loaded.instance_id, is_scraped=is_scraped)
         self.server = GrpcServer(

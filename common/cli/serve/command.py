@@ -39,6 +39,7 @@ from common.cli.serve.supervisor import REFUSED, Supervisor, prefix_width
 from common.config import Config
 from common.hub import HubError, default_model_name, model_folder
 from common.params.config_parts import EAGLE3
+from common.params.options.engine import SERVE, WORKER
 from common.params.options.services import CONFIG_FILE, HTTP, ROUTER
 from common.params.options.table import options_of
 from common.params.step_defaults import default_token_budget
@@ -265,6 +266,7 @@ def make_fleet(
         threads = threads_per_worker(workers)
     facade = {name: passed_on.pop(name) or None for name in _ROUTER_TLS if name in passed_on}
     of_router = {name: passed_on.pop(name) for name in options_of(ROUTER) if name in passed_on}
+    of_both = {name: value for name, value in of_router.items() if WORKER in options_of(SERVE)[name].commands}
     # One call, so that all are different.
     router_port, health_port, free_http_port, metrics_port, *worker_ports = free_ports(workers + 4)
     if of_router.get("metrics_port") == 0:
@@ -281,7 +283,7 @@ def make_fleet(
         drain_timeout_s=drain_timeout,
         log_level=log_level,
         router_options={**of_router, **protection},
-        worker_options={"threads": threads, "tp_size": tp_size, **passed_on},
+        worker_options={"threads": threads, "tp_size": tp_size, **passed_on, **of_both},
         simulate=simulate or "",
         expert_parallel=enable_expert_parallel,
         health_port=health_port if protection.get("tls_cert") else 0,

@@ -311,7 +311,7 @@ _PROCESS: Final = (
         "--trace-slow", "FISSILE_TRACE_SLOW",
         "Keep the traces of requests that take at least this time, and of failed ones, whatever OTEL_TRACES_SAMPLER "
         "says; costs as much as tracing all. Default: the sampler decides alone.",
-        (SERVE, WORKER, ROUTER), Duration(), parameter="trace_slow_s", is_passed_on=True,
+        (SERVE, WORKER, ROUTER), Duration(), is_passed_on=True,
     ),
     Option(
         "--drain-timeout", "FISSILE_DRAIN_TIMEOUT", "How long running requests may continue after SIGTERM or Ctrl-C.",

@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 
+from common.cli.serve.command import make_fleet, serve
 from common.cli.serve.launch_plan import Fleet, kv_memory_per_rank, threads_per_worker
 
 FLEET = Fleet(
@@ -38,6 +39,13 @@ def test_command_lines() -> None:
         " --max-num-batched-tokens 2048 --prefix-caching --drain-timeout 30 --log-level info --max-model-len 128"
     )
     assert "--port 7002 --worker-id worker-1" in second
+
+
+def test_trace_slow_reaches_router_and_workers() -> None:
+    given = serve.make_context("serve", ["--simulate", "instant", "--workers", "2", "--trace-slow", "1500ms"]).params
+    own = {"ask", "prompt", "once", "tls_cert", "tls_key", "tls_client_ca", "api_keys", "speculate"}
+    fleet = make_fleet(protection={}, **{name: each for name, each in given.items() if name not in own})
+    assert ["--trace-slow 1.5" in " ".join(child.arguments) for child in fleet.children()] == [True] * 3
 
 
 def test_command_lines_of_the_other_choices() -> None:
