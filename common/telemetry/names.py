@@ -5,6 +5,7 @@ GenAI and RPC names are written out here, because the Python packages of both co
 
 from __future__ import annotations
 
+import enum
 from typing import Final
 
 TRACER: Final = "fissile"
@@ -30,6 +31,35 @@ WAIT_SPAN: Final = "wait for worker"
 PREFILL_SPAN: Final = "prefill"
 DECODE_SPAN: Final = "decode"
 STEP_SPAN: Final = "step"
+
+
+class Stage(enum.StrEnum):
+    """Stages of a request, in the order in which it usually passes them (docs/explanation/where-time-goes.md)."""
+
+    PREPARE = "prepare"
+    MODEL_WAIT = "model_wait"
+    TOKENIZE_QUEUE = "tokenize_queue"
+    TOKENIZE = "tokenize"
+    OWN_QUEUE = "own_queue"
+    QUEUE = "queue"
+    GATE_HOLD = "gate_hold"
+    PLACEMENT_WAIT = "placement_wait"
+    WIRE = "wire"
+    WORKER_QUEUE = "worker_queue"
+    GRAMMAR_WAIT = "grammar_wait"
+    PREFILL = "prefill"
+    OTHERS_PREFILL = "others_prefill"
+    DECODE = "decode"
+    NEIGHBOURS = "neighbours"
+    SPECULATION = "speculation"
+    BETWEEN_STEPS = "between_steps"
+    PREEMPTED = "preempted"
+    RECOVERING = "recovering"
+    DELIVERY = "delivery"
+    CLIENT_WAIT = "client_wait"
+    # Time on a worker that did not report its parts.
+    UNEXPLAINED = "unexplained"
+
 
 # Events of the router's span.
 SUBMITTED_EVENT: Final = "submitted"
