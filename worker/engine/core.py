@@ -20,6 +20,7 @@ import structlog
 from common.config import Config
 from common.errors import InvalidFieldError
 from common.limits import MAX_HOLD_S
+from common.telemetry.names import Stage
 from worker.engine.batch import Runner, ScheduledBatch, ScheduledBatchOutput, StepResult
 from worker.engine.executor import Executor, InlineExecutor, ThreadExecutor
 from worker.engine.outputs import EngineLoad, RequestOutput
@@ -184,6 +185,7 @@ class EngineCore:
         if seq.sampling_params.grammar and self._grammars is not None:
             seq.compiling = self._grammars.begin(seq.sampling_params.grammar, seq.cache_salt)
             self._compiling.append(seq)
+            seq.ledger.stage = Stage.GRAMMAR_WAIT
 
     def abort(self, seq_id: int) -> bool:
         """Ends a sequence and frees its blocks at once. False if it is not live: idempotent.
@@ -265,6 +267,7 @@ class EngineCore:
             elif not seq.waits_for_grammar:
                 # Whoever keeps the sequence must not keep its grammar in memory.
                 seq.compiling = None
+                seq.ledger.move(Stage.WORKER_QUEUE, self.scheduler.lifecycle.account, now)
         self._compiling = [seq for seq in self._compiling if seq.waits_for_grammar and not seq.is_finished]
 
     def _nothing_scheduled(self) -> None:

@@ -11,11 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from common.telemetry.names import Stage
 from worker.engine.batch import BlockCopy, SequenceColumns
 from worker.engine.block_manager import BlockManager
 from worker.engine.outputs import DecodeWork, End, EngineTotals, GivenLogprobs, RequestOutput, Start, sequence_times
 from worker.engine.prefix_cache import Fronts
 from worker.engine.sequence import EndReason, Sequence, SequenceStatus
+from worker.engine.sequence_ledger import StepAccount
 from worker.engine.sequence_queue import SequenceQueue, SequenceSet
 from worker.engine.stop_rules import Stop, StopRules
 
@@ -37,6 +39,7 @@ class Lifecycle:
         num_preemptions: preemptions since the start.
         outputs: outputs since the last `take_outputs`.
         totals: counts since the start.
+        account: where the time of steps went.
     """
 
     def __init__(self, block_manager: BlockManager, stop_rules: StopRules) -> None:
@@ -51,6 +54,7 @@ class Lifecycle:
         self.num_preemptions = 0
         self.outputs: list[RequestOutput] = []
         self.totals = EngineTotals()
+        self.account = StepAccount()
         # Running sequences that decode, in order; None if they have changed.
         self._decoding: SequenceColumns | None = None
 
@@ -99,6 +103,7 @@ class Lifecycle:
         Its tokens are computed again, except those whose published blocks are still cached then.
         """
         self._leave(seq)
+        seq.ledger.move(Stage.PREEMPTED, self.account, self.account.ended)
         self.num_preemptions += 1
         seq.num_preemptions += 1
         seq.status = SequenceStatus.WAITING
@@ -114,6 +119,7 @@ class Lifecycle:
             (self.waiting if seq in self.waiting else self.gated).remove(seq)
             self.block_manager.deallocate(seq)
         del self.live[seq.id]
+        seq.ledger.move(seq.ledger.stage, self.account, now)
         seq.status = SequenceStatus.FINISHED
         seq.leave_time = now
         seq.leave_reason = stop.leave_reason
@@ -180,7 +186,7 @@ class Lifecycle:
         done = DecodeWork(self.totals.steps - steps, self.totals.taken_tokens - tokens, seq.num_preemptions, drafts)
         sequence = None if stop.token_sequence is None else tuple(stop.token_sequence)
         times = sequence_times(seq, done)
-        output.end = End(seq.num_tokens, stop.end_reason, stop.token_id, sequence, message, times)
+        output.end = End(seq.num_tokens, stop.end_reason, stop.token_id, sequence, message, times, seq.ledger)
         self.totals.ended[stop.end_reason] += 1
         self._put_out(seq, output)
 

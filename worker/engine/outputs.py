@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from common.telemetry import names
+from common.telemetry.ledger import Ledger
 from common.wire.draft_counts import Counts
 from worker.engine.sequence import EndReason, Sequence
 
@@ -83,7 +84,10 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """Why a sequence ended, and its number of tokens, prompt included; `times` is None if the engine never had it."""
+    """Why a sequence ended, and its number of tokens, prompt included.
+
+    `times` and `ledger` are None if the engine never had it. The ledger of an ended sequence does not change.
+    """
 
     end_pos: int
     reason: EndReason
@@ -91,6 +95,7 @@ class End:
     stop_token_sequence: tuple[int, ...] | None = None
     message: str = ""
     times: SequenceTimes | None = None
+    ledger: Ledger | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -260,6 +260,8 @@ class Postprocessor:
         """Appends tokens one by one up to a stop. Returns the tokens appended, and the stop."""
         if token_ids and token_ids[0] != NO_TOKEN and seq.first_token_time is None:
             seq.first_token_time = now
+        if token_ids and seq.status is SequenceStatus.RUNNING:
+            seq.ledger.produce(self._lifecycle.account, now)
         taken: list[int] = []
         stop, history = None, seq.draft_history
         for token_id in token_ids:

@@ -106,6 +106,7 @@ class PrefillMeter:
 
     Attributes:
         last_prompt_latency: seconds of the last step that computed prompt tokens.
+        prompts_s: seconds that the last step took for its prompts; 0 without prompts.
         rate: prompt tokens per second, weighted mean; 0 until a step was large enough to measure it.
         num_samples: number of steps that were large enough.
         context_cost: cost of prompt tokens behind a context.
@@ -118,12 +119,14 @@ class PrefillMeter:
         self._decode_s = 0.0
         self._unit_s = 0.0
         self.last_prompt_latency = 0.0
+        self.prompts_s = 0.0
         self.rate = 0.0
         self.num_samples = 0
         self.context_cost = ContextCost()
 
     def note(self, batch: ScheduledBatch, duration_s: float) -> None:
         """Updates the means by one batch and its duration."""
+        self.prompts_s = 0.0
         if batch.total_tokens_num_prefill == 0:
             if batch.total_tokens_num_decode:
                 self._decode_s = _mean(self._decode_s, duration_s)
@@ -132,6 +135,7 @@ class PrefillMeter:
         if duration_s > 0:
             has_decodes = batch.total_tokens_num_decode > 0
             prompts_s = max(duration_s - self._decode_s, _LEAST_SHARE * duration_s) if has_decodes else duration_s
+            self.prompts_s = prompts_s
             # In a batch, the prompts follow the decodes.
             first = len(batch.num_scheduled_tokens) - batch.total_seqs_num_prefill
             rows = list(zip(batch.num_computed_tokens[first:], batch.num_scheduled_tokens[first:], strict=True))

@@ -15,6 +15,7 @@ import numpy.typing as npt
 from common.params.pooling import MEAN, Pooling
 from common.params.sampling_params import SamplingParams
 from worker.engine.pooling import PooledStates
+from worker.engine.sequence_ledger import SequenceLedger
 from worker.engine.speculation.draft_rates import DraftHistory
 
 _ids = itertools.count()
@@ -121,6 +122,7 @@ class Sequence:
         "id",
         "leave_reason",
         "leave_time",
+        "ledger",
         "length_limit",
         "logits_every",
         "logprobs_from",
@@ -212,6 +214,7 @@ class Sequence:
         self.request_id = request_id
         self.pooled = None if pooling is None else PooledStates(pooling)
         self.arrive_time = arrive_time
+        self.ledger = SequenceLedger(arrive_time)
         self.deadline = deadline
         self._distinct_prompt_ids: npt.NDArray[np.int64] | None = None
         self._begin()

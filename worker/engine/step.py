@@ -127,6 +127,11 @@ class Step:
         self.num_scheduled_tokens = [1] * len(columns.rows)
         self.budget -= len(columns.rows)
 
+    def prompts(self) -> list[tuple[Sequence, int]]:
+        """Sequences whose prompts the step computes, and the number of tokens of each."""
+        first = len(self.seqs) - self.num_prefill_seqs
+        return [*zip([*self.seqs.values()][first:], self.num_scheduled_tokens[first:], strict=True)]
+
     def decodes(self) -> list[Sequence]:
         """Sequences that the step decodes. In a step they precede the prompts."""
         if self.columns is not None:

@@ -1,0 +1,167 @@
+"""Divides the time of sequences at this worker: sums of the engine's steps, and a ledger of each sequence. Pure.
+
+A step costs a few additions, whatever its number of sequences: StepAccount keeps sums since the engine's start, and a
+sequence compares the sums at both ends of a phase. The rules are in docs/explanation/where-time-goes.md.
+
+Invariant: the parts of a sequence add up to the time from its arrival to its end.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Final, NamedTuple
+
+from common.telemetry.ledger import Blame, Ledger
+from common.telemetry.names import Stage
+
+# Weight of the newest step in the mean duration of a step with one sequence.
+_NEWEST: Final = 0.25
+# Prompts that may be blamed: the newest ones.
+_MOST_BLAMED: Final = 64
+
+
+class StepSums(NamedTuple):
+    """Seconds of all steps since the engine's start.
+
+    Attributes:
+        prompts: computing prompts.
+        alone: decoding, as far as a step with one sequence would take as long.
+        neighbours: decoding, beyond `alone`, because several sequences share a step.
+        drafts: decoding, beyond `alone`, because a sequence verifies drafts.
+        between: between steps.
+    """
+
+    prompts: float = 0.0
+    alone: float = 0.0
+    neighbours: float = 0.0
+    drafts: float = 0.0
+    between: float = 0.0
+
+
+class SequenceLedger(Ledger):
+    """Ledger of one sequence, from its arrival at the worker to its end.
+
+    Args:
+        arrived: monotonic seconds.
+
+    Attributes:
+        request_id: id of its request, "" if unknown.
+        tenant: tenant of its request.
+        prefill_s: seconds of steps that computed its prompt.
+        prefill_ended: end of the last such step.
+    """
+
+    __slots__ = ("_phase_began", "_prefill_before", "_sums", "prefill_ended", "prefill_s", "request_id", "tenant")
+
+    def __init__(self, arrived: float) -> None:
+        super().__init__(Stage.WORKER_QUEUE, arrived)
+        self.request_id = self.tenant = ""
+        self.prefill_s = self.prefill_ended = 0.0
+        self._phase_began = arrived
+        self._prefill_before = 0.0
+        self._sums = StepSums()
+
+    def move(self, stage: Stage, account: StepAccount, now: float) -> None:
+        """Ends the running phase at `now`, divides its time by the engine's sums, and starts `stage`."""
+        sums = account.sums
+        prompts, alone, neighbours, drafts, between = (b - a for a, b in zip(self._sums, sums, strict=True))
+        own = self.prefill_s - self._prefill_before
+        others = {Stage.OTHERS_PREFILL: prompts - own, Stage.BETWEEN_STEPS: between}
+        shares: dict[Stage, float] | None = None
+        if self.stage is Stage.PREFILL:
+            shares = {Stage.PREFILL: own, Stage.NEIGHBOURS: alone + neighbours + drafts, **others}
+        elif self.stage is Stage.DECODE:
+            shares = {Stage.DECODE: alone, Stage.NEIGHBOURS: neighbours, Stage.SPECULATION: drafts, **others}
+        if shares is not None:
+            self._blame_prompt(Stage.OTHERS_PREFILL, account, prompts - own)
+        elif self.stage is Stage.WORKER_QUEUE:
+            self._blame_prompt(Stage.WORKER_QUEUE, account, now - self._phase_began)
+        self.enter(stage, now, shares)
+        self._phase_began, self._prefill_before, self._sums = now, self.prefill_s, sums
+
+    def _blame_prompt(self, stage: Stage, account: StepAccount, seconds: float) -> None:
+        """Blames the sequence with the longest prompt of the running phase for `seconds` of a stage at most."""
+        culprit = account.most_prefilled(self._phase_began, self) if seconds > 0 else None
+        if culprit is not None:
+            self.blame(stage, Blame(culprit.request_id, culprit.tenant, min(culprit.prefill_s, seconds)))
+
+    def start(self, account: StepAccount, now: float) -> None:
+        """Notes a step with a chunk of its prompt; the time after a preemption is its cost until the next token."""
+        if self.stage in (Stage.WORKER_QUEUE, Stage.GRAMMAR_WAIT):
+            self.move(Stage.PREFILL, account, now)
+
+    def produce(self, account: StepAccount, now: float) -> None:
+        """Notes a token; the first one after a prefill or a preemption starts the decode."""
+        if self.stage in (Stage.PREFILL, Stage.PREEMPTED):
+            self.move(Stage.DECODE, account, now)
+
+
+class StepAccount:
+    """Sums of the engine's steps.
+
+    Attributes:
+        sums: seconds since the start.
+        ended: end of the last step, or the time at which the next one was planned; monotonic seconds.
+    """
+
+    def __init__(self) -> None:
+        self.sums = StepSums()
+        self.ended = 0.0
+        # Usual duration of a step that decodes one sequence; before the first such step, of the fastest decode step.
+        self._alone_s = 0.0
+        # The ledgers of sequences whose prompts were computed last.
+        self._prefilled: deque[SequenceLedger] = deque(maxlen=_MOST_BLAMED)
+
+    def begin_step(self, now: float) -> None:
+        """Counts the time since the last step; call when no step is in flight."""
+        self.sums = self.sums._replace(between=self.sums.between + max(0.0, now - self.ended))
+        self.ended = max(now, self.ended)
+
+    def end_step(self, now: float, duration_s: float, prompts_s: float, num_decodes: int, num_tokens: int) -> float:
+        """Adds a step that ended at `now`. Returns the seconds that count for its prompts.
+
+        Args:
+            now: monotonic seconds.
+            duration_s: of the step; what exceeds the time since the last step's end does not count.
+            prompts_s: part of it that computed prompts.
+            num_decodes: sequences that it decodes.
+            num_tokens: tokens of these sequences, with drafts.
+        """
+        span = max(0.0, now - self.ended)
+        self.ended = max(now, self.ended)
+        duration_s, prompts_s = min(duration_s, span), min(prompts_s, duration_s, span)
+        decode_s, num_drafts = duration_s - prompts_s, num_tokens - num_decodes
+        alone_s = self._alone(decode_s, num_decodes, num_drafts, is_measured=num_decodes > 0 and not prompts_s)
+        extra_s = decode_s - alone_s
+        drafts_s = extra_s * num_drafts / num_decodes / (num_decodes - 1 + num_drafts) if num_drafts else 0.0
+        prompts, alone, neighbours, drafts, between = self.sums
+        self.sums = StepSums(
+            prompts + prompts_s,
+            alone + alone_s,
+            neighbours + extra_s - drafts_s,
+            drafts + drafts_s,
+            between + span - duration_s,
+        )
+        return prompts_s
+
+    def add_prompt(self, ledger: SequenceLedger, seconds: float) -> None:
+        """Adds the time of a step that counts for a prompt; call after `end_step`."""
+        if not ledger.prefill_s:
+            self._prefilled.append(ledger)
+        ledger.prefill_s += seconds
+        ledger.prefill_ended = self.ended
+
+    def most_prefilled(self, since: float, but: SequenceLedger) -> SequenceLedger | None:
+        """The sequence whose prompt took longest, of those with a step after `since`; None without one."""
+        found = [each for each in self._prefilled if each.prefill_ended > since and each is not but]
+        return max(found, key=lambda each: each.prefill_s, default=None)
+
+    def _alone(self, decode_s: float, num_decodes: int, num_drafts: int, *, is_measured: bool) -> float:
+        """Part of a step's decode that one of its sequences would take alone."""
+        is_alone = num_decodes == 1 and not num_drafts
+        if is_measured:
+            if not self._alone_s or (decode_s < self._alone_s and not is_alone):
+                self._alone_s = decode_s
+            elif is_alone:
+                self._alone_s += _NEWEST * (decode_s - self._alone_s)
+        return decode_s if is_alone else min(decode_s, self._alone_s)
