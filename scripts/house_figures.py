@@ -41,7 +41,7 @@ GOALS: Final = {
 }
 # Figure -> the most that `make lint` allows, where that is not the goal.
 LIMITS: Final = {
-    "lines of common": 22_800,
+    "lines of common": 23_000,
 }
 
 

@@ -14,12 +14,14 @@ import contextlib
 import time
 from collections.abc import Callable
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
 import grpc
 
 from common.errors import ApiError
+from common.telemetry.ledger import Ledger
+from common.telemetry.names import Stage
 
 MAX_SHOWN: Final = 512
 _MAX_FIELDS: Final = 4
@@ -138,6 +140,7 @@ class RequestRecord:
         exact: True if the tokens are those of an undisturbed run.
         adopted: True if it continued a sequence of a router that is gone.
         finish: the finish reason.
+        ledger: its time by stage; it starts with the arrival.
         report: reads the record when it is closed.
     """
 
@@ -159,10 +162,14 @@ class RequestRecord:
     exact: bool | None = None
     adopted: bool = False
     finish: str = ""
+    ledger: Ledger = field(init=False)
     report: Callable[[RequestRecord], None] | None = None
     _code: grpc.StatusCode | None = None
     _error: ApiError | None = None
     _crash: BaseException | None = None
+
+    def __post_init__(self) -> None:
+        self.ledger = Ledger(Stage.PREPARE, self.arrived)
 
     @property
     def code(self) -> grpc.StatusCode:
@@ -246,6 +253,7 @@ class RequestRecord:
             "completion_tokens": self.completion_tokens,
             "cached_tokens": self.cached_tokens,
             **(self._phases(times) if self.generates else {}),
+            **(self._parts(now) if self.generates else {}),
             "duration_ms": _ms(times.duration_s),
             "attempts": self.attempts,
             "exact": self.exact,
@@ -265,6 +273,17 @@ class RequestRecord:
             "decode_ms": _ms(times.decode_s),
             "ttft_ms": _ms(times.ttft_s),
             "tpot_ms": _ms(times.tpot_s),
+        }
+
+    def _parts(self, now: float) -> dict[str, Any]:
+        """Time by stage, and the requests that cost most of it."""
+        blamed = {
+            stage.value: {"request_id": blame.request_id, "tenant": blame.tenant, "ms": _ms(blame.seconds)}
+            for stage, blame in self.ledger.blames.items()
+        }
+        return {
+            "parts_ms": {stage.value: _ms(seconds) for stage, seconds in self.ledger.parts(now).items()},
+            "blamed": blamed or None,
         }
 
 

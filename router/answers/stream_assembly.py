@@ -39,7 +39,16 @@ from router.answers.channel_reader import ChannelReader
 from router.answers.channels.parser import Channel, ChannelPart
 from router.answers.delivered import DeliveredText, DeliveredTokens
 from router.answers.logit_digests import LogitChain
-from router.answers.stream_chunk import Echo, FinishInfo, FirstTokenInfo, StreamChunk, UnreadParts, ending_of, error_of
+from router.answers.stream_chunk import (
+    Echo,
+    FinishInfo,
+    FirstTokenInfo,
+    StreamChunk,
+    UnreadParts,
+    WorkerReport,
+    ending_of,
+    error_of,
+)
 
 
 class GapError(Exception):
@@ -78,9 +87,8 @@ class StreamAssembly:
         num_left_out: tokens that arrived although an earlier call had delivered them.
         pooled: hidden states (float32) of an embedded prompt.
         worker_id: worker of the current attempt.
-        start: report of the worker with the first token.
-        first_token_time: time of the first token, None before it.
-        last_token_time: time of the last token, None before it.
+        start, report: reports of the worker with the first token and with the end; `report` is None without an end.
+        first_token_time, last_token_time: times of the first and the newest token, None before the first one.
         unread: the part of the answer that the client has not read.
         error: failure of the stream; None without one.
         is_dropped: True once the client gets nothing more but a status.
@@ -110,6 +118,7 @@ class StreamAssembly:
         self.pooled = b""
         self.worker_id = ""
         self.start = FirstTokenInfo()
+        self.report: WorkerReport | None = None
         self.first_token_time: float | None = None
         self.last_token_time: float | None = None
         self.num_left_out = 0
@@ -162,9 +171,8 @@ class StreamAssembly:
             self.logprobs.restart()
 
     def begin(self, start: FirstTokenInfo) -> None:
-        """Notes the worker's report with the first token; ignores that of a later attempt."""
-        if self.first_token_time is None:
-            self.start = start
+        """Notes the worker's report with the first token; of a later attempt its time alone."""
+        self.start = start if self.first_token_time is None else replace(self.start, time=start.time)
 
     def resume_behind(self, token_ids: Sequence[int]) -> None:
         """Adds tokens that an earlier call delivered; they are not sent again."""

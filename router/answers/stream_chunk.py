@@ -11,20 +11,58 @@ from fissile.worker.v1 import worker_pb2 as wpb
 
 from common.errors import ApiError, ConstraintFailedError, DeadlineError, EngineError
 from common.limits import MAX_MESSAGE_LOGPROBS, MAX_SPECULATIVE_TOKENS
+from common.telemetry.ledger import Blame
+from common.telemetry.names import Stage
+from common.telemetry.request_record import shown
 from common.wire.draft_counts import Counts
 from common.wire.peer_numbers import counted
 from router.answers.answer_logprobs import AnswerLogprobs, ChunkLogprobs
 from router.answers.channels.parser import Channel, ChannelPart, merged
 
+_STAGES: Final = frozenset(Stage)
 _TEXTS: Final = (Channel.CONTENT, Channel.REASONING)
 
 
 @dataclass(frozen=True, slots=True)
 class FirstTokenInfo:
-    """The worker's report with the first token: cached prompt tokens, and the time of the prefill in seconds."""
+    """The worker's report with the first token.
+
+    Attributes:
+        cached_tokens: cached prompt tokens.
+        prefill_s: duration of the prefill, seconds.
+        time: its arrival at the router, monotonic seconds.
+    """
 
     cached_tokens: int = 0
     prefill_s: float = 0.0
+    time: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerReport:
+    """The worker's report with the end of a sequence.
+
+    Attributes:
+        time: its arrival at the router, monotonic seconds.
+        parts: seconds of the sequence on the worker, by stage; empty if the worker does not report them.
+        blames: the request that cost most, by stage.
+    """
+
+    time: float
+    parts: dict[Stage, float]
+    blames: dict[Stage, Blame]
+
+    @classmethod
+    def from_proto(cls, end: wpb.SequenceEnd, now: float) -> WorkerReport:
+        """The report of an end that arrives at `now`. Stages that this version does not know are unexplained."""
+        parts, blames = dict[Stage, float](), dict[Stage, Blame]()
+        for part in end.parts[: len(Stage)]:
+            stage = Stage(part.stage) if part.stage in _STAGES else Stage.UNEXPLAINED
+            parts[stage] = parts.get(stage, 0.0) + counted(part.us) / 1e6
+            if part.blamed_us:
+                request_id, tenant = shown(part.blamed_request), shown(part.blamed_tenant)
+                blames[stage] = Blame(request_id, tenant, counted(part.blamed_us) / 1e6)
+        return cls(now, parts, blames)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from common.telemetry import names
+from common.telemetry.names import Stage
 from common.telemetry.tracing import SpanFactory
 from router.answers.stream_assembly import StreamAssembly
 from router.api.answer_writer import AnswerWriter
@@ -115,8 +116,12 @@ class AnswerCall(InFlightCall):
             ApiError: the call ended meanwhile.
         """
         if not self.backend.registry.knows(self.request.model):
-            with self.interruptible():
-                await self.backend.expected.wait_for_model(self.request.model)
+            self.record.ledger.enter(Stage.MODEL_WAIT, self.backend.clock())
+            try:
+                with self.interruptible():
+                    await self.backend.expected.wait_for_model(self.request.model)
+            finally:
+                self.record.ledger.enter(Stage.PREPARE, self.backend.clock())
 
     def choose_model(self) -> ServedModel:
         """Chooses the model, with the weights that answer the call.
@@ -200,6 +205,10 @@ class AnswerCall(InFlightCall):
         input_tokens = sum(stream.assembly.prompt_tokens for stream in prompts)
         cached_tokens = sum(stream.assembly.start.cached_tokens for stream in prompts)
         record.times, record.worker_id = times_of(first, now), assembly.worker_id
+        if assembly.report is not None:
+            # What the worker has finished waits for the client, even if that never takes it.
+            first.account_end(now, now)
+        record.ledger = first.ledger
         record.attempts = max(len(stream.attempts) for stream in streams)
         record.exact = all(stream.attempts.exact for stream in streams)
         record.adopted = any(stream.is_adopted for stream in streams)

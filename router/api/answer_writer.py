@@ -93,6 +93,7 @@ class AnswerWriter:
         call, answers, prompt_written = self._call, self._answers, self._prompt_written
         # One message for all parts, where they are sent.
         message = answers.new_message(stream.request.request_id, stream.request.choice)
+        written = 0.0
         while True:
             part = await stream.next()
             if prompt_written is not None and stream.request.params.prompt_logprobs is None:
@@ -105,8 +106,11 @@ class AnswerWriter:
                     call.span.first_token(ttft_s)
                     self._measure.first_token(ttft_s, stream.assembly.worker_id, times.on_worker_s)
                     answers.begin(call.scope)
+                if part.ending is not None:
+                    stream.account_end(self._clock(), written)
                 fill_response(message, part, stream, self._clock, has_info=is_first)
                 await stream.written(answers.write(message))
+                written = self._clock()
             stream.note_written()
             if prompt_written is not None and not stream.assembly.unread.has_prompt_logprobs:
                 prompt_written.set()

@@ -145,6 +145,7 @@ class RequestBuilder:
             token_bytes=_token_bytes(request.output_options, model),
             shows_prompt_ids=request.output_options.prompt_token_ids,
             reading=prompt.reading,
+            ledger=call.record.ledger,
         )
 
     async def _encode(

@@ -9,6 +9,8 @@ from fissile.v1 import inference_pb2 as pb
 
 from common.params.sampling_params import DISTRIBUTION_FIELDS
 from common.rpc.durations import to_duration
+from common.telemetry.ledger import Blame
+from common.telemetry.names import Stage
 from common.telemetry.request_record import RequestTimes
 from common.text.detokenizer import TokenBytes
 from common.wire.heads import public_pooling
@@ -253,11 +255,30 @@ def _finish(ending: FinishInfo, stream: RequestStream, now: float) -> pb.Finish:
 
 
 def _timings(stream: RequestStream, now: float) -> pb.Timings:
-    times = times_of(stream, now)
+    times, parts = times_of(stream, now), stream.ledger.parts(now)
+    unexplained = parts.pop(Stage.UNEXPLAINED, 0.0)
     return pb.Timings(
         queue=to_duration(times.queue_s),
         prefill=to_duration(times.prefill_s),
         ttft=to_duration(times.ttft_s),
         tpot=to_duration(times.tpot_s),
         total=to_duration(times.duration_s),
+        parts=[
+            pb.TimePart(
+                stage=stage,
+                duration=to_duration(seconds),
+                blame=_blame(stream.ledger.blames.get(stage), stream.request.tenant),
+            )
+            for stage, seconds in parts.items()
+        ],
+        unexplained=to_duration(unexplained),
     )
+
+
+def _blame(blame: Blame | None, tenant: str) -> pb.Blame | None:
+    """A blamed request as a client of `tenant` may know it: another tenant's request has no id."""
+    if blame is None:
+        return None
+    is_other = blame.tenant != tenant
+    request_id = "" if is_other else blame.request_id
+    return pb.Blame(request_id=request_id, is_other_tenant=is_other, duration=to_duration(blame.seconds))

@@ -250,8 +250,7 @@ class InferenceService(InferenceServiceServicer):
             context: of the call.
             is_streamed: False if the answers are sent as one message.
         """
-        arrival = self._clock()
-        request_id = scope.record.request_id
+        arrival, request_id = scope.record.arrived, scope.record.request_id
         scope.record.model = request.model
         measured = self._metrics.request(scope.operation, arrival, self._clock, scope.cancel)
         async with scope, measured as measure:

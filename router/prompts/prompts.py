@@ -36,6 +36,9 @@ from common.errors import (
 )
 from common.limits import MAX_TEXT_ANSWER_BYTES, MAX_UNCUT_TEXT_BYTES, TOKENIZE_THREADS
 from common.params.sampling_checks import TokenSequences
+from common.telemetry.ledger import Ledger
+from common.telemetry.names import Stage
+from common.telemetry.request_record import current_record
 from common.text.template_sandbox import TemplateInputError
 from common.text.tokenizer import (
     LongPieceError,
@@ -111,10 +114,11 @@ def yield_to_loop() -> None:
 
 @dataclass(slots=True, eq=False)
 class _Job(TextJob):
-    """Steps to run in a thread, and the future of their result."""
+    """Steps to run in a thread, the future of their result, and the ledger of their call."""
 
     steps: Steps[Any]
     result: asyncio.Future[Any]
+    ledger: Ledger
 
 
 class PromptEncoder:
@@ -358,16 +362,19 @@ class PromptEncoder:
     async def _run(self, steps: Steps[T], size: int, tenant: str = "", pool: TextPool | None = None) -> T:
         """Runs `steps`, which hold `size` bytes, in threads. Cancelling the caller ends them."""
         result: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        job = _Job(tenant, size, pool or (TextPool.LONG if size > LONG_TEXT else TextPool.SHORT), steps, result)
+        pool = pool or (TextPool.LONG if size > LONG_TEXT else TextPool.SHORT)
+        job = _Job(tenant, size, pool, steps, result, current_record().ledger)
         for out in self._queue.add(job):
             assert isinstance(out, _Job)
             out.result.set_exception(QueueFullError(len(self._queue), QUEUE_RETRY_S))
+        job.ledger.enter(Stage.TOKENIZE_QUEUE, asyncio.get_running_loop().time())
         self._dispatch(job.pool)
         try:
             return await result
         finally:
             # A job that runs ends in `_stepped`.
             self._queue.abandon(job)
+            job.ledger.enter(Stage.PREPARE, asyncio.get_running_loop().time())
 
     def _dispatch(self, pool: TextPool) -> None:
         """Starts the next jobs of `pool` on its idle threads."""
@@ -377,6 +384,7 @@ class PromptEncoder:
                 return
             assert isinstance(job, _Job)
             self._running[pool] += 1
+            job.ledger.enter(Stage.TOKENIZE, asyncio.get_running_loop().time())
             done = asyncio.get_running_loop().run_in_executor(self._threads[pool], _step, job.steps)
             done.add_done_callback(functools.partial(self._stepped, job))
 
@@ -394,6 +402,7 @@ class PromptEncoder:
             self._queue.end(job)
             job.result.set_result(done.result()[1])
         else:
+            job.ledger.enter(Stage.TOKENIZE_QUEUE, asyncio.get_running_loop().time())
             self._queue.again(job)
         self._dispatch(job.pool)
 

@@ -20,6 +20,7 @@ from common.delay_gate import DelayGate
 from common.errors import DeadlineError
 from common.limits import ORPHAN_WAIT_S, SLOW_CLIENT_TIMEOUT_S, TASK_RESTART_S
 from common.process.tasks import failed
+from common.telemetry.names import Stage
 from router.answers.stream_assembly import StreamAssembly
 from router.model_registry import ModelRegistry
 from router.requests.running import DISPATCHING, RunningRequests
@@ -123,6 +124,8 @@ class RequestRouter:
             stream.follow(earlier)
         if is_adopted:
             self.running.adopt(stream, adopt_from)
+        else:
+            stream.ledger.enter(Stage.QUEUE, self._clock())
         self.dispatch_soon()
         self._look_at_clients_later()
         return stream

@@ -213,7 +213,9 @@ class RunningRequests:
             return
         if stream.is_adopted and (stream.assembly.is_closed or stream.attempts.has_begun(stream.assembly.num_tokens)):
             self.num_adopted += 1
-        stream.attempts.end(stream.assembly.num_tokens, self._clock())
+        now = self._clock()
+        stream.attempts.end(stream.assembly.num_tokens, now)
+        stream.queued.wait.ended = now
         self._suspects.release(stream, session.address)
         self._charges.settle(stream)
         session.state.cancel(stream.rid)
@@ -317,6 +319,7 @@ class RunningRequests:
             excused = stream.session in culprits and not stream.attempts.is_alone
             stream.attempts.end(stream.assembly.num_tokens, self._clock(), loss, excused=excused)
             self.unbind(stream)
+            stream.account_loss()
             log.info(
                 "attempt lost",
                 **stream.request.ids,
@@ -371,6 +374,7 @@ class RunningRequests:
         """
         self.unbind(stream)
         stream.attempts.return_unstarted()
+        stream.account_return(self._clock())
         if stream.is_adopted:
             self._arrive_unadopted(stream)
             return

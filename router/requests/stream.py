@@ -20,6 +20,8 @@ from common.constraints.library import ENGINE
 from common.errors import ApiError, NoWorkerError, SlowClientError
 from common.params.pooling import MEAN, Pooling
 from common.params.sampling_params import SamplingParams
+from common.telemetry.ledger import Ledger
+from common.telemetry.names import Stage
 from common.telemetry.request_record import shown
 from common.telemetry.trace_context import trace_id_of
 from common.text.detokenizer import TokenBytes
@@ -30,6 +32,7 @@ from router.answers.channel_reader import ChannelTerms
 from router.answers.stream_assembly import StreamAssembly
 from router.answers.stream_chunk import StreamChunk
 from router.scheduling.failover import Attempts
+from router.scheduling.lane_waits import QueueWait
 from router.scheduling.queued_request import PlacementChoice, QueuedRequest
 from router.workers.session import Session
 from router.workers.session_state import Adoption, Submission
@@ -99,6 +102,7 @@ class RoutedRequest:
         pooling: how the prompt becomes a vector; None for generation.
         reading: how the answer is split into channels; None for content alone.
         adoption_key: key with which another router may adopt its sequence; empty for none.
+        ledger: its call's time so far, by stage; None begins with its arrival.
     """
 
     model: str
@@ -130,6 +134,7 @@ class RoutedRequest:
     pooling: Pooling | None = None
     reading: ChannelTerms | None = None
     adoption_key: bytes = b""
+    ledger: Ledger | None = None
 
     @property
     def ids(self) -> dict[str, str]:
@@ -170,7 +175,12 @@ class RoutedRequest:
             grammar_engine=ENGINE if self.params.grammar else "",
             only_worker=self.only_worker,
             shared_tokens=self._shared_tokens,
+            wait=self.wait(),
         )
+
+    def wait(self) -> QueueWait:
+        """A wait in the router's queue that begins now."""
+        return QueueWait(self.request_id, self.tenant, len(self.token_ids))
 
     @property
     def _shared_tokens(self) -> int:
@@ -261,6 +271,7 @@ class RequestStream:
         refused_by: address of the worker that refused it last, "" for none.
         worker_version: Fissile version of the worker that it was last submitted to.
         is_adopted: True if the current attempt adopts a sequence of another router, or tries to.
+        ledger: the request's time by stage.
     """
 
     def __init__(
@@ -283,6 +294,7 @@ class RequestStream:
         self.refused_by = ""
         self.worker_version = ""
         self.is_adopted = False
+        self.ledger = Ledger(Stage.QUEUE, request.arrival) if request.ledger is None else request.ledger.fork()
         self._pacer = pacer
         # Future of the handler that waits for output, until the pacer has it.
         self._waiter: asyncio.Future[None] | None = None
@@ -300,6 +312,7 @@ class RequestStream:
     def follow(self, earlier: RequestStream) -> None:
         """Takes over the attempts of an earlier stream of the same request that generated no token."""
         self.attempts, self.was_returned, self.refused_by = earlier.attempts, earlier.was_returned, earlier.refused_by
+        self.ledger = earlier.ledger
 
     async def next(self) -> StreamChunk:
         """Waits for the next part of the answer, and for this stream's turn to write it.
@@ -397,6 +410,7 @@ class RequestStream:
         token_ids = request.token_ids + generated if generated else request.token_ids
         has_generated, may_adopt = self.assembly.has_generated, session.may_adopt
         record = request.to_record(rid, must_keep=must_keep, has_generated=has_generated, may_adopt=may_adopt)
+        record.request_id, record.tenant = request.request_id, request.tenant
         return Submission(record, token_ids, self, request.deadline)
 
     def begin_adoption(self, session: Session, rid: int, now: float) -> Adoption:
@@ -413,9 +427,58 @@ class RequestStream:
 
     def _begin_attempt(self, session: Session, rid: int, now: float) -> None:
         self.session, self.rid, self.is_adopted = session, rid, False
+        self._account_submission(now)
         alone, have = self.queued.alone, self.assembly.num_tokens
         self.attempts.begin(session.worker_id, session.numerics, have, now, alone=alone)
         self.assembly.worker_id = session.worker_id
         self.worker_version = session.version
         self.on_submit(session.worker_id, self.queued.choice)
         self.assembly.begin_attempt()
+
+    # Accounts.
+
+    def _account_submission(self, now: float) -> None:
+        """Notes that a worker gets the request; time after a loss counts as recovery until the next token."""
+        wait, self.assembly.report = self.queued.wait, None
+        if self.ledger.stage is not Stage.RECOVERING:
+            self.ledger.enter(Stage.UNEXPLAINED, now, wait.shares())
+            if wait.blame is not None:
+                self.ledger.blame(*wait.blame)
+
+    def account_return(self, now: float) -> None:
+        """Notes that the request is queued again, because its worker had no room or never got it."""
+        if self.ledger.stage is not Stage.RECOVERING:
+            self.ledger.enter(Stage.QUEUE, now, {Stage.WORKER_QUEUE: now - self.ledger.since})
+        self.queued.wait = self.request.wait()
+
+    def account_loss(self) -> None:
+        """Notes that the current attempt is lost: its recovery begins with its last token, or with itself."""
+        self._account_recovery()
+        last = self.assembly.last_token_time
+        has_begun = self.attempts.has_begun(self.assembly.num_tokens)
+        self.ledger.enter(Stage.RECOVERING, last if has_begun and last is not None else self.ledger.since)
+        self.queued.wait = self.request.wait()
+
+    def account_end(self, now: float, written: float) -> None:
+        """Divides the time until `now`, when the last message is made; `written` is the end of the write before it.
+
+        Without an end of the worker, the time there stays unexplained.
+        """
+        self._account_recovery()
+        report, ledger = self.assembly.report, self.ledger
+        ended = self.assembly.last_token_time if report is None else report.time
+        if ledger.stage is not Stage.UNEXPLAINED or ended is None:
+            return
+        shares: dict[Stage, float] = {}
+        if report is not None and report.parts:
+            shares = {Stage.WIRE: max(0.0, ended - ledger.since - sum(report.parts.values())), **report.parts}
+            for stage, blame in report.blames.items():
+                ledger.blame(stage, blame)
+        ledger.enter(Stage.CLIENT_WAIT, ended, shares)
+        ledger.enter(Stage.DELIVERY, max(ended, written))
+        ledger.enter(Stage.CLIENT_WAIT, now)
+
+    def _account_recovery(self) -> None:
+        """Ends the recovery with the first token of the current attempt, if that has come."""
+        if self.ledger.stage is Stage.RECOVERING and self.attempts.has_begun(self.assembly.num_tokens):
+            self.ledger.enter(Stage.UNEXPLAINED, self.assembly.start.time)

@@ -142,8 +142,11 @@ class LaneAssignment:
         if lane is None:
             self.parked.add(request, now)
             return
+        if request.parked is not None:
+            request.wait.parked_s += now - request.parked
         request.parked = None
         lane.bind(request, first=first)
+        lane.waits.enter(request.wait, now)
         self.update(lane)
 
     def unbind(self, request: QueuedRequest) -> None:
@@ -155,18 +158,27 @@ class LaneAssignment:
         lane.unbind(request)
         self.update(lane)
 
+    def _leave(self, request: QueuedRequest, now: float) -> None:
+        """Removes a request from its lane, or from the parked ones; it keeps the causes of its wait."""
+        if (lane := lane_of(request)) is not None:
+            lane.waits.leave(request.wait, now)
+        elif request.parked is not None:
+            request.wait.parked_s += now - request.parked
+            request.parked = None
+        self.unbind(request)
+
     def place(self, request: QueuedRequest, now: float, *, first: bool = False) -> None:
         """Binds a waiting request to the lane that `choose` gives, or parks it."""
         self.bind(request, now, self.choose(request, now), first=first)
 
     def place_again(self, request: QueuedRequest, now: float) -> None:
         """Places a waiting request again."""
-        self.unbind(request)
+        self._leave(request, now)
         self.place(request, now)
 
     def move(self, request: QueuedRequest, move: Move, now: float) -> None:
         """Binds a request to the lane of `move`, which may be its own lane with other work."""
-        self.unbind(request)
+        self._leave(request, now)
         request.work = move.work
         self.bind(request, now, move.lane)
 

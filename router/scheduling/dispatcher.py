@@ -297,8 +297,12 @@ class Dispatcher:
         while lanes and num_released < _RELEASED_PER_DECISION:
             lane = lanes.popleft()
             group: list[QueuedRequest] = []
-            if lane.ready and len(lane) and lane.is_open(now, self._gate):
-                group, serial = lane.release(now)
+            if lane.ready and len(lane):
+                is_open = lane.is_open(now, self._gate)
+                lane.waits.look(now, is_held=not (is_open or lane.is_taken))
+                if is_open:
+                    group, serial = lane.release(now)
+                    lane.waits.release([request.wait for request in group], now)
             for request in group:
                 self._queue.remove(request.key)
                 self.assignment.placement.sent(request, lane, now)

@@ -13,6 +13,7 @@ from typing import cast
 from common.delay_gate import DelayGate
 from common.limits import PROMOTE_AFTER_S, PROMOTED_SHARE
 from router.scheduling.fair_queue import FairQueue, TenantShares
+from router.scheduling.lane_waits import LaneWaits
 from router.scheduling.queued_request import HIGH, QueuedRequest
 from router.scheduling.worker_load import STALE_REPORT_S, LoadReport, WorkerLoad
 
@@ -88,6 +89,7 @@ class Lane:
         load: the worker's load.
         ready: True if the worker accepts new work.
         limit: most sequences at a time, None for as many as the worker reports room for.
+        waits: why its requests wait.
 
     Args:
         worker: the worker's address or id, unique in the fleet.
@@ -115,6 +117,7 @@ class Lane:
         self.load = WorkerLoad(report)
         self.ready = True
         self.limit: int | None = None
+        self.waits = LaneWaits()
         # Key of the request that the worker is reserved for; it waits here, or runs on the worker.
         self._alone: int | None = None
         self._bound = FairQueue(shares)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Final, NamedTuple, Protocol
 
 from common.params.names import PRIORITIES
+from router.scheduling.lane_waits import QueueWait
 
 LOW: Final = 1
 NORMAL: Final = 2
@@ -91,6 +92,7 @@ class QueuedRequest:
         shared_tokens: prompt tokens that a further answer takes from `lead` on the same worker.
         worker: the worker that it was last bound to; "" before.
         choice: why the placement chose its lane; written by the placement.
+        wait: why it waits.
     """
 
     key: int
@@ -119,6 +121,7 @@ class QueuedRequest:
     shared_tokens: int = 0
     worker: str = ""
     choice: PlacementChoice | None = None
+    wait: QueueWait = field(default_factory=QueueWait)
 
     @property
     def charged_tokens(self) -> int:

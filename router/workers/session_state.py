@@ -25,7 +25,7 @@ from common.limits import MAX_FRAME_BYTES, MAX_FRAME_TOKENS
 from common.wire.peer_numbers import as_uint32, as_uint64, counted
 from common.wire.protocol import PROTO_MINOR
 from router.answers.stream_assembly import StreamAssembly
-from router.answers.stream_chunk import FirstTokenInfo
+from router.answers.stream_chunk import FirstTokenInfo, WorkerReport
 from router.scheduling.failover import Loss
 from router.scheduling.lane import LaneRecord
 
@@ -257,7 +257,7 @@ class RouterSession:
             if sequence := self.live.get(start.rid):
                 if sequence.assembly.first_token_time is None:
                     effects.begun.append(sequence)
-                sequence.assembly.begin(_first_token(start, sequence.assembly))
+                sequence.assembly.begin(_first_token(start, sequence.assembly, now))
         for given in step.given_logprobs:
             if sequence := self.live.get(given.rid):
                 sequence.assembly.append_given_logprobs(given.first_pos, given.rows)
@@ -267,6 +267,7 @@ class RouterSession:
             if (sequence := self.live.get(rid)) is None:
                 continue
             loss = _loss(end, sequence.assembly)
+            sequence.assembly.report = WorkerReport.from_proto(end, now)
             if sequence.assembly.is_closed:
                 effects.ended.append(sequence)
             elif loss is Loss.REFUSED:
@@ -349,8 +350,8 @@ class RouterSession:
         return None
 
 
-def _first_token(start: wpb.SequenceStart, assembly: StreamAssembly) -> FirstTokenInfo:
-    return FirstTokenInfo(min(start.cached_tokens, assembly.num_tokens), counted(start.prefill_us) / 1e6)
+def _first_token(start: wpb.SequenceStart, assembly: StreamAssembly, now: float) -> FirstTokenInfo:
+    return FirstTokenInfo(min(start.cached_tokens, assembly.num_tokens), counted(start.prefill_us) / 1e6, now)
 
 
 def _loss(end: wpb.SequenceEnd, assembly: StreamAssembly) -> Loss | None:

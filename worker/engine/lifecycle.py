@@ -111,6 +111,17 @@ class Lifecycle:
         seq.spec_token_ids = []
         self.waiting.appendleft(seq)
 
+    def account_prompts(self, prompts: Iterable[tuple[Sequence, int]], now: float) -> None:
+        """Notes that a step with chunks of these prompts is scheduled."""
+        for seq, _ in prompts:
+            seq.ledger.start(self.account, now)
+
+    def account_holds(self, before: frozenset[int], held: frozenset[int], now: float) -> None:
+        """Notes that the sequences `held` wait for slow masks now; those `before` did so in the last step."""
+        for seq_id in before ^ held:
+            if (seq := self.live.get(seq_id)) is not None and seq.status is SequenceStatus.RUNNING:
+                seq.ledger.move(Stage.GRAMMAR_WAIT if seq_id in held else Stage.DECODE, self.account, now)
+
     def end(self, seq: Sequence, stop: Stop, now: float) -> None:
         """Ends a live sequence and frees its blocks; the caller then calls `emit_end`."""
         if seq.status is SequenceStatus.RUNNING:

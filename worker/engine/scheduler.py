@@ -45,7 +45,6 @@ from typing import Final, Protocol
 from common.config import Config
 from common.delay_gate import DelayGate
 from common.errors import InvalidFieldError, PromptTooLongError
-from common.telemetry.names import Stage
 from worker.engine.batch import ScheduledBatch, ScheduledBatchOutput, SequenceColumns
 from worker.engine.block_manager import BlockManager
 from worker.engine.constraint_pace import ConstraintPace
@@ -130,13 +129,10 @@ class Scheduler:
         self._ended: float | None = None
         self._duration_s: float | None = None
 
-    # One step.
-
     def schedule(self, now: float) -> tuple[ScheduledBatch, dict[int, Sequence]] | None:
         """The next step's batch and its sequences; None when there is no work, or it needs output in flight first."""
         self._open_gate(now)
-        if not self.in_flight:
-            self.lifecycle.account.begin_step(now)
+        self.lifecycle.account.begin_step(now, is_first=not self.in_flight)
         prefill_cost = self.meter.step_cost(has_decodes=self.lifecycle.num_decoding > 0)
         step = Step(self.max_num_batched_tokens, prefill_cost)
         held, self._held = self._held, self._pace.held(now, (seq.id for seq in self.running))
@@ -145,8 +141,7 @@ class Scheduler:
             # Only held sequences have anything to compute, so nothing else waits for their masks.
             self._held = frozenset()
             self._fill(step)
-        if held or self._held:
-            self._account_holds(held, now)
+        self.lifecycle.account_holds(held, self._held, now)
         if not step.seqs:
             return None
         self.drafter.fill(step)
@@ -158,16 +153,8 @@ class Scheduler:
         self.drafter.launched(batch)
         for seq in step.count_in_flight(batch, now):
             self.lifecycle.end_prefill(seq)
-        for seq, _ in step.prompts() if step.num_prefill_seqs else ():
-            seq.ledger.start(self.lifecycle.account, now)
+        self.lifecycle.account_prompts(step.prompts(), now)
         return batch, step.seqs
-
-    def _account_holds(self, before: frozenset[int], now: float) -> None:
-        """Notes which sequences wait for slow masks, and which no longer do; `before` waited in the last step."""
-        for seq_id in before ^ self._held:
-            if (seq := self.lifecycle.live.get(seq_id)) is not None and seq.status is SequenceStatus.RUNNING:
-                stage = Stage.GRAMMAR_WAIT if seq_id in self._held else Stage.DECODE
-                seq.ledger.move(stage, self.lifecycle.account, now)
 
     def _open_gate(self, now: float) -> None:
         """Moves all gated sequences to `waiting` once the delay gate is open."""
@@ -306,16 +293,6 @@ class Scheduler:
         self.meter.note(batch, duration_s)
         self._duration_s = duration_s
 
-    def _account_step(self, batch: ScheduledBatch, duration_s: float, now: float) -> None:
-        """Divides the duration of a step among its sequences."""
-        account, num_prompt_tokens = self.lifecycle.account, batch.total_tokens_num_prefill
-        prompts_s = account.end_step(
-            now, duration_s, self.meter.prompts_s, batch.total_seqs_num_decode, batch.total_tokens_num_decode
-        )
-        if num_prompt_tokens:
-            for seq, num_tokens in self.in_flight[0].prompts():
-                account.add_prompt(seq.ledger, prompts_s * num_tokens / num_prompt_tokens)
-
     @property
     def last_prompt_latency(self) -> float:
         """Seconds of the last step that computed prompt tokens."""
@@ -345,7 +322,7 @@ class Scheduler:
         if fwd_output.slow_constraints:
             self._pace.charge(fwd_output.slow_constraints, self._duration_s or 0.0, now)
         if self._duration_s is not None:
-            self._account_step(batch, self._duration_s, now)
+            self.in_flight[0].account(self.lifecycle.account, self._duration_s, self.meter.prompts_s, now)
             self.drafter.took(batch, self._duration_s, None if self._ended is None else now - self._ended)
             self._duration_s = None
         finished = self.postprocessor.take(seqs, batch, fwd_output, now)

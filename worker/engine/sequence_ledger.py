@@ -112,8 +112,10 @@ class StepAccount:
         # The ledgers of sequences whose prompts were computed last.
         self._prefilled: deque[SequenceLedger] = deque(maxlen=_MOST_BLAMED)
 
-    def begin_step(self, now: float) -> None:
-        """Counts the time since the last step; call when no step is in flight."""
+    def begin_step(self, now: float, *, is_first: bool) -> None:
+        """Counts the time since the last step, if no other step is in flight (`is_first`)."""
+        if not is_first:
+            return
         self.sums = self.sums._replace(between=self.sums.between + max(0.0, now - self.ended))
         self.ended = max(now, self.ended)
 

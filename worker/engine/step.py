@@ -12,6 +12,7 @@ from worker.engine.batch import BlockCopy, ScheduledBatch, SequenceColumns
 from worker.engine.executor import TimedOutput
 from worker.engine.prefix_cache import Fronts
 from worker.engine.sequence import Sequence, SequenceType
+from worker.engine.sequence_ledger import StepAccount
 from worker.engine.step_record import StepRecord
 
 _PREFILL: Final = SequenceType.PREFILL
@@ -129,8 +130,19 @@ class Step:
 
     def prompts(self) -> list[tuple[Sequence, int]]:
         """Sequences whose prompts the step computes, and the number of tokens of each."""
+        if not self.num_prefill_seqs:
+            return []
         first = len(self.seqs) - self.num_prefill_seqs
         return [*zip([*self.seqs.values()][first:], self.num_scheduled_tokens[first:], strict=True)]
+
+    def account(self, account: StepAccount, duration_s: float, prompts_s: float, now: float) -> None:
+        """Divides the step's duration, of which its prompts took `prompts_s`, among its sequences."""
+        batch = self.batch
+        prompts_s = account.end_step(
+            now, duration_s, prompts_s, batch.total_seqs_num_decode, batch.total_tokens_num_decode
+        )
+        for seq, num_tokens in self.prompts():
+            account.add_prompt(seq.ledger, prompts_s * num_tokens / self.num_prefill_tokens)
 
     def decodes(self) -> list[Sequence]:
         """Sequences that the step decodes. In a step they precede the prompts."""

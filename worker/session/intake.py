@@ -20,7 +20,13 @@ import grpc
 from fissile.worker.v1 import worker_pb2 as wpb
 
 from common.errors import ApiError
-from common.limits import MAX_ASSEMBLING_BYTES, MAX_ASSEMBLING_TOKENS, MAX_OPEN_GROUPS
+from common.limits import (
+    MAX_ASSEMBLING_BYTES,
+    MAX_ASSEMBLING_TOKENS,
+    MAX_OPEN_GROUPS,
+    MAX_REQUEST_ID_BYTES,
+    MAX_TENANT_BYTES,
+)
 from common.params.sampling_params import SamplingParams
 from common.rpc.unsupported_fields import refuse_unlisted
 from common.wire.heads import told_pooling
@@ -266,7 +272,7 @@ class Inbox:
 
     def _sequence(self, draft: _Draft) -> Sequence:
         record = draft.record
-        return build_sequence(
+        seq = build_sequence(
             record,
             draft.token_ids,
             draft.params,
@@ -282,6 +288,9 @@ class Inbox:
             shares_prompt=record.shares_prompt,
             pooling=told_pooling(record.pooling),
         )
+        seq.ledger.request_id = record.request_id[:MAX_REQUEST_ID_BYTES]
+        seq.ledger.tenant = record.tenant[:MAX_TENANT_BYTES]
+        return seq
 
 
 def _too_much(message: str) -> ApiError:

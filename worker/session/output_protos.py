@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Final
 
 from fissile.worker.v1 import worker_pb2 as wpb
 
 from common.limits import MAX_END_MESSAGE_BYTES
+from common.telemetry.ledger import Ledger
 from worker.engine.outputs import End, Start
 from worker.engine.sequence import EndReason
 
@@ -46,4 +48,15 @@ def end_proto(rid: int, end: End) -> wpb.SequenceEnd:
     if end.times is not None and end.times.decode is not None:
         for verified, accepted in end.times.decode.drafts:
             made.drafts.add(verified=verified, accepted=accepted)
+    if end.ledger is not None:
+        made.parts.extend(_parts(end.ledger))
     return made
+
+
+def _parts(ledger: Ledger) -> Iterator[wpb.TimePart]:
+    for stage, seconds in ledger.parts(ledger.since).items():
+        part = wpb.TimePart(stage=stage, us=round(seconds * 1e6))
+        if (blame := ledger.blames.get(stage)) is not None:
+            part.blamed_request, part.blamed_tenant = blame.request_id, blame.tenant
+            part.blamed_us = round(blame.seconds * 1e6)
+        yield part

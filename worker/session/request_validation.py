@@ -57,6 +57,8 @@ SEQUENCE: Final = frozenset(
         "shares_prompt",
         "pooling",
         "adoption_key",
+        "request_id",
+        "tenant",
     }
 ) | _below("params", SAMPLING_FIELDS)
 # Paths in GenerateRequest.

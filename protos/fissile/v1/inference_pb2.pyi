@@ -1194,6 +1194,8 @@ class Timings(_message.Message):
     TTFT_FIELD_NUMBER: _builtins.int
     TPOT_FIELD_NUMBER: _builtins.int
     TOTAL_FIELD_NUMBER: _builtins.int
+    PARTS_FIELD_NUMBER: _builtins.int
+    UNEXPLAINED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def queue(self) -> _duration_pb2.Duration:
         """From the request's arrival at the router to the start of its first step on the worker."""
@@ -1214,6 +1216,14 @@ class Timings(_message.Message):
     def total(self) -> _duration_pb2.Duration:
         """From the request's arrival at the router to its finish."""
 
+    @_builtins.property
+    def parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___TimePart]:
+        """Parts of `total`, by stage. They do not overlap, and with `unexplained` they add up to `total`."""
+
+    @_builtins.property
+    def unexplained(self) -> _duration_pb2.Duration:
+        """Part of `total` whose stage is unknown: time on a worker that has not reported its parts."""
+
     def __init__(
         self,
         *,
@@ -1222,14 +1232,84 @@ class Timings(_message.Message):
         ttft: _duration_pb2.Duration | None = ...,
         tpot: _duration_pb2.Duration | None = ...,
         total: _duration_pb2.Duration | None = ...,
+        parts: _abc.Iterable[Global___TimePart] | None = ...,
+        unexplained: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["prefill", b"prefill", "queue", b"queue", "total", b"total", "tpot", b"tpot", "ttft", b"ttft"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["prefill", b"prefill", "queue", b"queue", "total", b"total", "tpot", b"tpot", "ttft", b"ttft", "unexplained", b"unexplained"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["prefill", b"prefill", "queue", b"queue", "total", b"total", "tpot", b"tpot", "ttft", b"ttft"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["parts", b"parts", "prefill", b"prefill", "queue", b"queue", "total", b"total", "tpot", b"tpot", "ttft", b"ttft", "unexplained", b"unexplained"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Timings: _TypeAlias = Timings  # noqa: Y015
+
+@_typing.final
+class TimePart(_message.Message):
+    """Time of a request in one stage."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STAGE_FIELD_NUMBER: _builtins.int
+    DURATION_FIELD_NUMBER: _builtins.int
+    BLAME_FIELD_NUMBER: _builtins.int
+    stage: _builtins.str
+    """Name of the stage, such as `tokenize`, `worker_queue` or `decode`. docs/explanation/where-time-goes.md has all names;
+    later versions may add more.
+    """
+    @_builtins.property
+    def duration(self) -> _duration_pb2.Duration:
+        """Time in this stage, all visits together."""
+
+    @_builtins.property
+    def blame(self) -> Global___Blame:
+        """The request that cost most of it. Absent if no other request did, or none is known."""
+
+    def __init__(
+        self,
+        *,
+        stage: _builtins.str = ...,
+        duration: _duration_pb2.Duration | None = ...,
+        blame: Global___Blame | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["blame", b"blame", "duration", b"duration"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blame", b"blame", "duration", b"duration", "stage", b"stage"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TimePart: _TypeAlias = TimePart  # noqa: Y015
+
+@_typing.final
+class Blame(_message.Message):
+    """A request that cost another one time."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    IS_OTHER_TENANT_FIELD_NUMBER: _builtins.int
+    DURATION_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """Id of the request, if it is of the caller's tenant; empty for a request of another tenant, and if it is unknown."""
+    is_other_tenant: _builtins.bool
+    """True: the request is of another tenant."""
+    @_builtins.property
+    def duration(self) -> _duration_pb2.Duration:
+        """Time that it cost."""
+
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        is_other_tenant: _builtins.bool = ...,
+        duration: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["duration", b"duration"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["duration", b"duration", "is_other_tenant", b"is_other_tenant", "request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Blame: _TypeAlias = Blame  # noqa: Y015
 
 @_typing.final
 class Finish(_message.Message):

@@ -648,6 +648,8 @@ class SubmitSequence(_message.Message):
     SHARES_PROMPT_FIELD_NUMBER: _builtins.int
     POOLING_FIELD_NUMBER: _builtins.int
     ADOPTION_KEY_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
     rid: _builtins.int
     """Id of the attempt, unique over the life of the router's process."""
     prompt_len: _builtins.int
@@ -688,6 +690,11 @@ class SubmitSequence(_message.Message):
     """Key by which another router may adopt the sequence when this one is gone (S12), at most 32 bytes; empty: none may. For
     workers of minor version 2 and above.
     """
+    request_id: _builtins.str
+    """Id and tenant of the client's request, at most 128 bytes each: the worker names them where another sequence waited for
+    this one.
+    """
+    tenant: _builtins.str
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Prompt, and tokens generated so far; at most 16,384 in one frame."""
@@ -717,10 +724,12 @@ class SubmitSequence(_message.Message):
         shares_prompt: _builtins.bool = ...,
         pooling: Global___Pooling.ValueType = ...,
         adoption_key: _builtins.bytes = ...,
+        request_id: _builtins.str = ...,
+        tenant: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["params", b"params"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adoption_key", b"adoption_key", "cache_salt", b"cache_salt", "chain_hash", b"chain_hash", "choice", b"choice", "deadline_left_ms", b"deadline_left_ms", "keep", b"keep", "logits_every", b"logits_every", "more", b"more", "params", b"params", "pooling", b"pooling", "priority", b"priority", "prompt_len", b"prompt_len", "rid", b"rid", "seed", b"seed", "shares_prompt", b"shares_prompt", "token_ids", b"token_ids", "traceparent", b"traceparent", "tracestate", b"tracestate"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adoption_key", b"adoption_key", "cache_salt", b"cache_salt", "chain_hash", b"chain_hash", "choice", b"choice", "deadline_left_ms", b"deadline_left_ms", "keep", b"keep", "logits_every", b"logits_every", "more", b"more", "params", b"params", "pooling", b"pooling", "priority", b"priority", "prompt_len", b"prompt_len", "request_id", b"request_id", "rid", b"rid", "seed", b"seed", "shares_prompt", b"shares_prompt", "tenant", b"tenant", "token_ids", b"token_ids", "traceparent", b"traceparent", "tracestate", b"tracestate"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1214,6 +1223,7 @@ class SequenceEnd(_message.Message):
     STOP_TOKEN_SEQUENCE_FIELD_NUMBER: _builtins.int
     MESSAGE_FIELD_NUMBER: _builtins.int
     DRAFTS_FIELD_NUMBER: _builtins.int
+    PARTS_FIELD_NUMBER: _builtins.int
     rid: _builtins.int
     """The sequence."""
     end_pos: _builtins.int
@@ -1234,6 +1244,10 @@ class SequenceEnd(_message.Message):
         second the next ones, and so on.
         """
 
+    @_builtins.property
+    def parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___TimePart]:
+        """Parts of the time from the sequence's arrival at the worker to its end."""
+
     def __init__(
         self,
         *,
@@ -1244,14 +1258,52 @@ class SequenceEnd(_message.Message):
         stop_token_sequence: Global___TokenIds | None = ...,
         message: _builtins.str = ...,
         drafts: _abc.Iterable[Global___DraftCounts] | None = ...,
+        parts: _abc.Iterable[Global___TimePart] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["stop_token_sequence", b"stop_token_sequence"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["drafts", b"drafts", "end_pos", b"end_pos", "message", b"message", "reason", b"reason", "rid", b"rid", "stop_token_id", b"stop_token_id", "stop_token_sequence", b"stop_token_sequence"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["drafts", b"drafts", "end_pos", b"end_pos", "message", b"message", "parts", b"parts", "reason", b"reason", "rid", b"rid", "stop_token_id", b"stop_token_id", "stop_token_sequence", b"stop_token_sequence"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SequenceEnd: _TypeAlias = SequenceEnd  # noqa: Y015
+
+@_typing.final
+class TimePart(_message.Message):
+    """Time of a sequence in one stage."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STAGE_FIELD_NUMBER: _builtins.int
+    US_FIELD_NUMBER: _builtins.int
+    BLAMED_REQUEST_FIELD_NUMBER: _builtins.int
+    BLAMED_TENANT_FIELD_NUMBER: _builtins.int
+    BLAMED_US_FIELD_NUMBER: _builtins.int
+    stage: _builtins.str
+    """Name of the stage, as in `fissile.v1.TimePart`."""
+    us: _builtins.int
+    """Microseconds in this stage."""
+    blamed_request: _builtins.str
+    """Request and tenant of the sequence that cost most of it; both empty if none is known."""
+    blamed_tenant: _builtins.str
+    blamed_us: _builtins.int
+    """Microseconds that it cost."""
+    def __init__(
+        self,
+        *,
+        stage: _builtins.str = ...,
+        us: _builtins.int = ...,
+        blamed_request: _builtins.str = ...,
+        blamed_tenant: _builtins.str = ...,
+        blamed_us: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blamed_request", b"blamed_request", "blamed_tenant", b"blamed_tenant", "blamed_us", b"blamed_us", "stage", b"stage", "us", b"us"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TimePart: _TypeAlias = TimePart  # noqa: Y015
 
 @_typing.final
 class Load(_message.Message):

@@ -1,0 +1,112 @@
+"""Why the requests of a lane wait: sums of the lane, which each request compares at both ends of its wait. Pure.
+
+So the cost of a decision does not depend on the number of waiting requests.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Final
+
+from common.telemetry.ledger import Blame
+from common.telemetry.names import Stage
+
+# Requests at a worker that may be blamed: those that were released last.
+_MOST_BLAMED: Final = 64
+
+
+@dataclass(slots=True, eq=False)
+class QueueWait:
+    """Why one request waits at its router, over all lanes that it was bound to. Times in monotonic seconds.
+
+    Attributes:
+        request_id: id of the request.
+        tenant: its tenant.
+        tokens: length of its prompt.
+        bound: time at which it was last bound to a lane.
+        gate_before: seconds for which the lane's gate had held requests by then.
+        gate_s: seconds behind closed delay gates.
+        parked_s: seconds without a worker that can serve it.
+        own_s: its tenant's share of the time for which it waited for requests at the worker.
+        blame: the request at the worker with the largest share of that time, and the stage that it made longer.
+        released: time of its release to a worker, None before.
+        ended: time at which it left the worker, None before.
+    """
+
+    request_id: str = ""
+    tenant: str = ""
+    tokens: int = 0
+    bound: float = 0.0
+    gate_before: float = 0.0
+    gate_s: float = 0.0
+    parked_s: float = 0.0
+    own_s: float = 0.0
+    blame: tuple[Stage, Blame] | None = None
+    released: float | None = None
+    ended: float | None = None
+
+    def shares(self) -> dict[Stage, float]:
+        """Seconds of the wait by their causes; the rest of the wait is the queue for other tenants' work."""
+        return {Stage.GATE_HOLD: self.gate_s, Stage.PLACEMENT_WAIT: self.parked_s, Stage.OWN_QUEUE: self.own_s}
+
+    def weight_within(self, begin: float, end: float) -> float:
+        """Share of its worker between `begin` and `end`: seconds there times the length of its prompt."""
+        if self.released is None:
+            return 0.0
+        return max(0.0, min(end, end if self.ended is None else self.ended) - max(begin, self.released)) * self.tokens
+
+
+class LaneWaits:
+    """Sums of one lane.
+
+    Attributes:
+        gate_s: seconds for which its gate held requests, until the last look.
+    """
+
+    def __init__(self) -> None:
+        self.gate_s = 0.0
+        self._is_held = False
+        self._looked = 0.0
+        self._released: deque[QueueWait] = deque(maxlen=_MOST_BLAMED)
+
+    def look(self, now: float, *, is_held: bool | None = None) -> None:
+        """Adds the time since the last look.
+
+        Args:
+            now: monotonic seconds.
+            is_held: whether the gate holds requests from now on; None if that is as before.
+        """
+        if self._is_held:
+            self.gate_s += max(0.0, now - self._looked)
+        self._looked = now
+        if is_held is not None:
+            self._is_held = is_held
+
+    def enter(self, wait: QueueWait, now: float) -> None:
+        """Notes that a request is bound to the lane."""
+        self.look(now)
+        wait.bound, wait.gate_before = now, self.gate_s
+
+    def leave(self, wait: QueueWait, now: float) -> None:
+        """Adds the causes of a request's wait in this lane, when it leaves it."""
+        self.look(now)
+        gate_s = self.gate_s - wait.gate_before
+        wait.gate_s += gate_s
+        at_worker = [(each.weight_within(wait.bound, now), each) for each in self._released]
+        total = sum(weight for weight, _ in at_worker)
+        queued_s = now - wait.bound - gate_s
+        if total <= 0 or queued_s <= 0:
+            return
+        wait.own_s += queued_s * sum(weight for weight, each in at_worker if each.tenant == wait.tenant) / total
+        weight, most = max(at_worker, key=lambda pair: pair[0])
+        stage = Stage.OWN_QUEUE if most.tenant == wait.tenant else Stage.QUEUE
+        wait.blame = stage, Blame(most.request_id, most.tenant, queued_s * weight / total)
+
+    def release(self, waits: list[QueueWait], now: float) -> None:
+        """Notes that requests are sent to the worker together."""
+        for wait in waits:
+            self.leave(wait, now)
+        for wait in waits:
+            wait.released, wait.ended = now, None
+            self._released.append(wait)

@@ -1,0 +1,170 @@
+"""Planted causes of a slow request over real processes: its ledger finds them and blames the right request.
+
+Whether a request is still running when its cause is planted depends on the machine, so a test asks again until it was.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from fissile.v1 import inference_pb2 as pb
+from fissile.v1.inference_pb2_grpc import InferenceServiceStub
+
+from common.rpc.durations import to_seconds
+from common.telemetry.names import Stage
+from tests.chaos.support import log_entries, until
+from tests.e2e.fake_worker import FakeWorker
+from tests.e2e.router_bench import FILES, SMALL_WINDOW, bench, collect, request, running
+from tests.e2e.router_bench import until as until_true
+from tests.e2e.service import Answer, Service, generate, running_service
+from tests.e2e.simulated import simulated_model
+
+# Steps of 1.3 ms; a prompt of 30,000 tokens takes a good 200 ms.
+SIMULATED = ["--simulate", "mi300x-qwen3-0.6b"]
+MAX_MODEL_LEN = 40_000
+
+
+def _request(name: str, prompt: int, answer: int) -> pb.GenerateRequest:
+    # Prompts of two requests share no prefix.
+    first = sum(name.encode())
+    ids = [(first + i * 7) % 250 for i in range(prompt)]
+    made = pb.GenerateRequest(token_ids=pb.TokenIds(ids=ids), request_id=name)
+    made.sampling_params.max_tokens = answer
+    made.sampling_params.ignore_eos = True
+    return made
+
+
+def _parts(answer: Answer) -> dict[str, pb.TimePart]:
+    """Parts of an answer, which add up to its time."""
+    assert answer.finish is not None
+    timings = answer.finish.timings
+    total = sum(to_seconds(part.duration) for part in timings.parts) + to_seconds(timings.unexplained)
+    assert total == pytest.approx(to_seconds(timings.total), abs=1e-3)
+    assert to_seconds(timings.unexplained) == 0
+    return {part.stage: part for part in timings.parts}
+
+
+def _beside(stub: InferenceServiceStub, mine: pb.GenerateRequest, plant: Callable[[], None]) -> Answer:
+    """The answer to `mine`; plants a cause after its first message."""
+    answer = Answer()
+    for part in stub.Generate(mine, timeout=120):
+        answer.add(part)
+        if answer.messages == 1:
+            plant()
+    assert answer.finish is not None
+    return answer
+
+
+def _until_planted(attempt: Callable[[int], bool]) -> None:
+    """Tries until the cause came in time."""
+    end, number = time.monotonic() + 60, 0
+    while not attempt(number):
+        number += 1
+        assert time.monotonic() < end, "the cause never came while the request ran"
+
+
+@contextmanager
+def _service(folder: Path, *options: str, workers: int = 1) -> Iterator[Service]:
+    model = simulated_model(folder / "model", MAX_MODEL_LEN)
+    with running_service(folder, model, workers=workers, worker_options=[*SIMULATED, *options]) as service:
+        yield service
+
+
+@pytest.mark.proto_field(
+    "Timings.parts",
+    "Timings.unexplained",
+    "TimePart.stage",
+    "TimePart.duration",
+    "TimePart.blame",
+    "Blame.request_id",
+    "Blame.duration",
+)
+def test_neighbours_long_prompt_is_found_and_blamed(tmp_path: Path) -> None:
+    with _service(tmp_path) as service, ThreadPoolExecutor(1) as pool:
+
+        def attempt(number: int) -> bool:
+            long = _request(f"long-{number}", 30_000, 1)
+            asked: list[Future[Answer]] = []
+            plant = lambda: asked.append(pool.submit(generate, service.stub, long))  # noqa: E731
+            mine = _beside(service.stub, _request(f"mine-{number}", 20, 400), plant)
+            alone = _parts(asked[0].result())
+            part = _parts(mine).get(Stage.OTHERS_PREFILL)
+            if part is None:
+                return False
+            assert part.blame.request_id == long.request_id
+            assert to_seconds(part.blame.duration) <= to_seconds(part.duration)
+            return to_seconds(part.duration) >= to_seconds(alone[Stage.PREFILL].duration) / 2
+
+        _until_planted(attempt)
+        lines = [each for each in log_entries(service.router) if each.get("request_id") == "mine-0"]
+        assert {Stage.WIRE, Stage.PREFILL, Stage.DECODE} <= set(lines[-1]["parts_ms"])
+
+
+@pytest.mark.slow
+def test_full_worker_is_found_and_its_request_blamed(tmp_path: Path) -> None:
+    with _service(tmp_path, "--max-num-seqs", "1") as service, ThreadPoolExecutor(1) as pool:
+
+        def attempt(number: int) -> bool:
+            second: list[Future[Answer]] = []
+
+            def plant() -> None:
+                second.append(pool.submit(generate, service.stub, _request(f"second-{number}", 5, 1)))
+
+            _beside(service.stub, _request(f"first-{number}", 20, 300), plant)
+            parts = _parts(second[0].result())
+            waits = [parts[stage] for stage in (Stage.OWN_QUEUE, Stage.WORKER_QUEUE) if stage in parts]
+            largest = max(parts.values(), key=lambda part: to_seconds(part.duration))
+            if largest not in waits:
+                return False
+            return largest.blame.request_id == f"first-{number}"
+
+        _until_planted(attempt)
+
+
+async def test_client_that_stops_reading_is_found() -> None:
+    pause_s = 0.2
+    worker = FakeWorker(FILES, tokens_per_step=2048, max_model_len=2_000_000)
+    # More text than fits in the buffers on the way.
+    async with bench(worker, max_unread_tokens=1 << 30) as b, b.another_client(SMALL_WINDOW) as client:
+        slow = client.Generate(request(params={"max_tokens": 100_000}))
+        await slow.read()
+        await until_true(lambda: not running(b.router) and not worker.running)
+        await asyncio.sleep(pause_s)
+        timings = (await collect(slow))[-1].finish.timings
+        waited = {part.stage: to_seconds(part.duration) for part in timings.parts}[Stage.CLIENT_WAIT]
+        assert waited >= pause_s
+
+
+@pytest.mark.slow
+def test_frozen_worker_is_found(tmp_path: Path) -> None:
+    with _service(tmp_path, workers=2) as service:
+
+        def attempt(number: int) -> bool:
+            frozen = []
+
+            def plant() -> None:
+                for worker in service.workers:
+                    if service.worker_load(service.workers.index(worker)).decoding_seqs:
+                        worker.running.send_signal(signal.SIGSTOP)
+                        frozen.append(worker)
+
+            answer = _beside(service.stub, _request(f"mine-{number}", 20, 3000), plant)
+            for worker in frozen:
+                worker.running.send_signal(signal.SIGCONT)
+            assert answer.finish is not None
+            if answer.finish.attempts == 1:
+                return False
+            timings = answer.finish.timings
+            recovering = {part.stage: to_seconds(part.duration) for part in timings.parts}[Stage.RECOVERING]
+            # Time on the lost worker cannot be divided: it reports nothing any more.
+            return recovering > 1.0
+
+        _until_planted(attempt)
+        until(lambda: all(worker.is_serving() for worker in service.workers))

@@ -1,0 +1,139 @@
+"""Timings of an answer: the ledger of its stream through queue, worker, loss and delivery."""
+
+from __future__ import annotations
+
+from array import array
+
+import pytest
+from fissile.v1 import inference_pb2 as pb
+from fissile.worker.v1 import worker_pb2 as wpb
+
+from common.params.sampling_params import SamplingParams
+from common.rpc.durations import to_seconds
+from common.telemetry.ledger import Blame, Ledger
+from common.telemetry.names import Stage
+from common.text.answer_text import AnswerText
+from router.answers.stream_assembly import StreamAssembly
+from router.answers.stream_chunk import FirstTokenInfo, WorkerReport
+from router.api.responses import fill_response
+from router.requests.stream import RequestStream, RoutedRequest, WritePacer
+from router.scheduling.failover import Loss
+
+PROMPT = array("I", [1, 2, 3])
+
+
+def _stream(tenant: str = "mine") -> RequestStream:
+    """A stream that was tokenized for 1 s and is queued from time 1 on."""
+    ledger = Ledger(Stage.PREPARE, 0.0)
+    ledger.enter(Stage.QUEUE, 1.0)
+    params = SamplingParams(max_tokens=10)
+    request = RoutedRequest("m", "m", PROMPT, params, 0, 0, 0.0, request_id="r", tenant=tenant, ledger=ledger)
+    assembly = StreamAssembly(len(PROMPT), text=AnswerText(None))
+    return RequestStream(request.queued(1), request, assembly, lambda _: None, WritePacer())
+
+
+def _submit(stream: RequestStream, now: float) -> None:
+    stream.attempts.begin("w", "n", stream.assembly.num_tokens, now)
+    stream._account_submission(now)
+
+
+def _produce(stream: RequestStream, token_id: int, now: float) -> None:
+    stream.assembly.begin(FirstTokenInfo(time=now))
+    stream.assembly.append(stream.assembly.num_tokens, [token_id], now)
+
+
+def _parts(stream: RequestStream, now: float) -> dict[str, float]:
+    """Parts in the finish of the stream, which is made at `now`; they add up."""
+    end = wpb.SequenceEnd(end_pos=stream.assembly.num_tokens, reason=wpb.END_REASON_EOS)
+    stream.assembly.finish(end)
+    timings = _timings(stream, now)
+    parts = {part.stage: to_seconds(part.duration) for part in timings.parts}
+    unexplained = to_seconds(timings.unexplained)
+    assert sum(parts.values()) + unexplained == pytest.approx(to_seconds(timings.total)) == now
+    return {**parts, **({Stage.UNEXPLAINED: unexplained} if unexplained else {})}
+
+
+def _timings(stream: RequestStream, now: float) -> pb.Timings:
+    part = stream.assembly.next_chunk()
+    assert part is not None
+    message = pb.GenerateResponse()
+    fill_response(message, part, stream, lambda: now, has_info=False)
+    return message.finish.timings
+
+
+def _report(now: float, **seconds: float) -> WorkerReport:
+    parts = [wpb.TimePart(stage=stage, us=round(value * 1e6)) for stage, value in seconds.items()]
+    return WorkerReport.from_proto(wpb.SequenceEnd(parts=parts), now)
+
+
+def test_workers_parts_and_the_wire_fill_the_time_there() -> None:
+    stream = _stream()
+    _submit(stream, 3.0)
+    _produce(stream, 5, 8.0)
+    stream.assembly.report = _report(8.0, worker_queue=1.0, prefill=2.0, decode=1.5)
+    stream.account_end(9.0, written=8.5)
+    assert _parts(stream, 9.0) == {
+        Stage.PREPARE: 1.0,
+        Stage.QUEUE: 2.0,
+        Stage.WIRE: 0.5,
+        Stage.WORKER_QUEUE: 1.0,
+        Stage.PREFILL: 2.0,
+        Stage.DECODE: 1.5,
+        Stage.CLIENT_WAIT: 0.5,
+        Stage.DELIVERY: 0.5,
+    }
+
+
+def test_worker_without_report_leaves_its_time_unexplained() -> None:
+    stream = _stream()
+    _submit(stream, 1.0)
+    _produce(stream, 5, 4.0)
+    stream.account_end(4.0, written=0.0)
+    assert _parts(stream, 4.0) == {Stage.PREPARE: 1.0, Stage.UNEXPLAINED: 3.0}
+
+
+def test_stage_of_a_later_version_is_unexplained() -> None:
+    stream = _stream()
+    _submit(stream, 1.0)
+    _produce(stream, 5, 4.0)
+    stream.assembly.report = _report(4.0, decode=2.0, thinking=1.0)
+    stream.account_end(4.0, written=0.0)
+    assert _parts(stream, 4.0) == {Stage.PREPARE: 1.0, Stage.DECODE: 2.0, Stage.UNEXPLAINED: 1.0}
+
+
+def test_recovery_lasts_from_the_last_token_to_the_first_of_the_next_attempt() -> None:
+    stream = _stream()
+    _submit(stream, 1.0)
+    _produce(stream, 5, 3.0)
+    stream.attempts.end(stream.assembly.num_tokens, 9.0, Loss.SILENT)
+    stream.account_loss()
+    _submit(stream, 10.0)
+    _produce(stream, 6, 11.0)
+    stream.assembly.report = _report(11.0, decode=0.5)
+    stream.account_end(11.0, written=0.0)
+    assert _parts(stream, 11.0) == {Stage.PREPARE: 1.0, Stage.UNEXPLAINED: 2.0, Stage.RECOVERING: 8.0}
+
+
+def test_worker_that_returned_the_request_was_a_queue() -> None:
+    stream = _stream()
+    _submit(stream, 2.0)
+    stream.account_return(5.0)
+    _submit(stream, 6.0)
+    _produce(stream, 5, 7.0)
+    stream.assembly.report = _report(7.0, decode=1.0)
+    stream.account_end(7.0, written=0.0)
+    assert _parts(stream, 7.0) == {Stage.PREPARE: 1.0, Stage.QUEUE: 2.0, Stage.WORKER_QUEUE: 3.0, Stage.DECODE: 1.0}
+
+
+@pytest.mark.proto_field("Blame.is_other_tenant")
+@pytest.mark.parametrize(
+    ("tenant", "shown"), [("mine", pb.Blame(request_id="b")), ("other", pb.Blame(is_other_tenant=True))]
+)
+def test_blamed_request_has_its_id_for_its_own_tenant_only(tenant: str, shown: pb.Blame) -> None:
+    stream = _stream()
+    stream.ledger.blame(Stage.QUEUE, Blame("b", tenant, 1.0))
+    _submit(stream, 3.0)
+    _produce(stream, 5, 4.0)
+    stream.assembly.finish(wpb.SequenceEnd(end_pos=4, reason=wpb.END_REASON_EOS))
+    shown.duration.seconds = 1
+    assert [part.blame for part in _timings(stream, 4.0).parts if part.HasField("blame")] == [shown]
