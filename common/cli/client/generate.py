@@ -107,8 +107,6 @@ async def ask_router(
         for line in answer.logprob_lines():
             click.echo(line, err=True)
         click.echo(fitted(answer.figures()), err=True)
-        if parts := answer.parts():
-            click.echo(fitted(f"largest parts: {parts}"), err=True)
         if has_waterfall:
             for line in waterfall(stages_of(answer.finish.timings), shutil.get_terminal_size().columns):
                 click.echo(line, err=True)

@@ -31,16 +31,16 @@ class StageTime(NamedTuple):
 
 def stages_of(timings: pb.Timings) -> list[StageTime]:
     """The stages of a finished answer, in the order in which a request passes them; they add up to its total."""
-    total_s, ttft_s = to_seconds(timings.total), to_seconds(timings.ttft)
-    queue_s, prefill_s = to_seconds(timings.queue), to_seconds(timings.prefill)
-    first_s = max(0.0, ttft_s - queue_s - prefill_s)
-    stages = (
-        StageTime("queue", queue_s),
-        StageTime("prefill", prefill_s),
-        StageTime("first token on its way", first_s),
-        StageTime("decode", max(0.0, total_s - ttft_s)),
-    )
+    stages = [StageTime(part.stage, to_seconds(part.duration), _blamed(part)) for part in timings.parts]
+    stages.append(StageTime("unexplained", to_seconds(timings.unexplained)))
     return [stage for stage in stages if stage.seconds > 0]
+
+
+def _blamed(part: pb.TimePart) -> str:
+    if not part.HasField("blame"):
+        return ""
+    blamed = "a request of another tenant" if part.blame.is_other_tenant else f"request {part.blame.request_id}"
+    return f"{blamed}: {1e3 * to_seconds(part.blame.duration):.1f} ms"
 
 
 def waterfall(stages: Sequence[StageTime], columns: int) -> list[str]:

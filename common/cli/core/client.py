@@ -45,8 +45,6 @@ _TLS_TROUBLES = (
     ("Hostname Verification", "its certificate has another name", "--tls-name says which it must have"),
     ("Socket closed", "it closes the connection", "it may want TLS (--tls-ca) or a certificate (--client-cert)"),
 )
-# Parts of an answer's time that are printed.
-_MOST_PARTS = 4
 _TRY_LATER = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED})
 
 
@@ -225,11 +223,6 @@ class CommandAnswer:
             f"{self.finish_reason()}, {f'trace {self.trace_id}' if self.trace_id else f'request {self.request_id}'}"
         )
 
-    def parts(self) -> str:
-        """The largest parts of the answer's time, and the requests blamed for them; "" without parts."""
-        parts = sorted(self.finish.timings.parts, key=lambda part: -milliseconds(part.duration))[:_MOST_PARTS]
-        return ", ".join(f"{part.stage} {milliseconds(part.duration):.1f} ms{_blamed(part)}" for part in parts)
-
     def logprob_lines(self) -> Iterator[str]:
         """Table of the logprobs, if there are any: of the prompt, and of the answer."""
         for name, entries in (("prompt", self.prompt_logprobs), ("answer", self.logprobs)):
@@ -334,12 +327,6 @@ def open_stream(client: AsyncClient, question: Question, timeout_s: float, *, ch
         return client.generate_stream(question.prompt, **given)
     system = [{"role": "system", "content": question.system}] if question.system else []
     return client.chat_stream([*system, {"role": "user", "content": question.prompt}], **given)
-
-
-def _blamed(part: pb.TimePart) -> str:
-    if not part.HasField("blame"):
-        return ""
-    return f" ({'another tenant' if part.blame.is_other_tenant else f'request {part.blame.request_id}'})"
 
 
 def _trace_id_in(metadata: Iterable[tuple[str, str | bytes]] | None) -> str:

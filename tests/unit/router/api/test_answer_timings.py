@@ -29,7 +29,7 @@ def _stream(tenant: str = "mine") -> RequestStream:
     params = SamplingParams(max_tokens=10)
     request = RoutedRequest("m", "m", PROMPT, params, 0, 0, 0.0, request_id="r", tenant=tenant, ledger=ledger)
     assembly = StreamAssembly(len(PROMPT), text=AnswerText(None))
-    return RequestStream(request.queued(1), request, assembly, lambda _: None, WritePacer())
+    return RequestStream(request.queued(1), request, assembly, lambda *_: None, WritePacer())
 
 
 def _submit(stream: RequestStream, now: float) -> None:

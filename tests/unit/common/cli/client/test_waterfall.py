@@ -31,11 +31,19 @@ def test_request_without_time_has_no_waterfall() -> None:
 
 
 def test_stages_of_an_answer_add_up_to_its_total() -> None:
+    own = pb.Blame(request_id="r7", duration=to_duration(0.1))
+    other = pb.Blame(is_other_tenant=True, duration=to_duration(0.5))
     timings = pb.Timings(
-        queue=to_duration(0.2), prefill=to_duration(0.05), ttft=to_duration(0.26), total=to_duration(1.0)
+        parts=[
+            pb.TimePart(stage="queue", duration=to_duration(0.2), blame=own),
+            pb.TimePart(stage="others_prefill", duration=to_duration(0.7), blame=other),
+        ],
+        unexplained=to_duration(0.1),
+        total=to_duration(1.0),
     )
     found = stages_of(timings)
-    assert [stage.name for stage in found] == ["queue", "prefill", "first token on its way", "decode"]
+    assert [stage.name for stage in found] == ["queue", "others_prefill", "unexplained"]
+    assert [stage.note for stage in found] == ["request r7: 100.0 ms", "a request of another tenant: 500.0 ms", ""]
     assert sum(stage.seconds for stage in found) == pytest.approx(1.0)
 
 
