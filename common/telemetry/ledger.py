@@ -10,8 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Final
 
 from common.telemetry.names import Stage
+
+_STAGES: Final = tuple(Stage)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,4 +87,4 @@ class Ledger:
         """Seconds of each stage until `now`, in the order of Stage, without empty ones."""
         running = self._spent.get(self.stage, 0.0) + max(0.0, now - self.since)
         spent = {**self._spent, self.stage: running}
-        return {stage: spent[stage] for stage in Stage if spent.get(stage)}
+        return {stage: spent[stage] for stage in _STAGES if spent.get(stage)}

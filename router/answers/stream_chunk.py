@@ -19,7 +19,7 @@ from common.wire.peer_numbers import counted
 from router.answers.answer_logprobs import AnswerLogprobs, ChunkLogprobs
 from router.answers.channels.parser import Channel, ChannelPart, merged
 
-_STAGES: Final = frozenset(Stage)
+_STAGES: Final = {stage.value: stage for stage in Stage}
 _TEXTS: Final = (Channel.CONTENT, Channel.REASONING)
 
 
@@ -57,7 +57,7 @@ class WorkerReport:
         """The report of an end that arrives at `now`. Stages that this version does not know are unexplained."""
         parts, blames = dict[Stage, float](), dict[Stage, Blame]()
         for part in end.parts[: len(Stage)]:
-            stage = Stage(part.stage) if part.stage in _STAGES else Stage.UNEXPLAINED
+            stage = _STAGES.get(part.stage, Stage.UNEXPLAINED)
             parts[stage] = parts.get(stage, 0.0) + counted(part.us) / 1e6
             if part.blamed_us:
                 request_id, tenant = shown(part.blamed_request), shown(part.blamed_tenant)

@@ -255,30 +255,27 @@ def _finish(ending: FinishInfo, stream: RequestStream, now: float) -> pb.Finish:
 
 
 def _timings(stream: RequestStream, now: float) -> pb.Timings:
-    times, parts = times_of(stream, now), stream.ledger.parts(now)
-    unexplained = parts.pop(Stage.UNEXPLAINED, 0.0)
-    return pb.Timings(
+    times, parts, blames = times_of(stream, now), stream.ledger.parts(now), stream.ledger.blames
+    timings = pb.Timings(
         queue=to_duration(times.queue_s),
         prefill=to_duration(times.prefill_s),
         ttft=to_duration(times.ttft_s),
         tpot=to_duration(times.tpot_s),
         total=to_duration(times.duration_s),
-        parts=[
-            pb.TimePart(
-                stage=stage,
-                duration=to_duration(seconds),
-                blame=_blame(stream.ledger.blames.get(stage), stream.request.tenant),
-            )
-            for stage, seconds in parts.items()
-        ],
-        unexplained=to_duration(unexplained),
+        unexplained=to_duration(parts.pop(Stage.UNEXPLAINED, 0.0)),
     )
+    # Set one by one, fields take a third of the time of arguments.
+    for stage, seconds in parts.items():
+        part = timings.parts.add()
+        part.stage = stage
+        part.duration.seconds, part.duration.nanos = int(seconds), int(seconds % 1 * 1e9)
+        if stage in blames:
+            _fill_blame(part.blame, blames[stage], stream.request.tenant)
+    return timings
 
 
-def _blame(blame: Blame | None, tenant: str) -> pb.Blame | None:
-    """A blamed request as a client of `tenant` may know it: another tenant's request has no id."""
-    if blame is None:
-        return None
-    is_other = blame.tenant != tenant
-    request_id = "" if is_other else blame.request_id
-    return pb.Blame(request_id=request_id, is_other_tenant=is_other, duration=to_duration(blame.seconds))
+def _fill_blame(message: pb.Blame, blame: Blame, tenant: str) -> None:
+    """Fills in a blamed request as a client of `tenant` may know it: another tenant's request has no id."""
+    message.is_other_tenant = blame.tenant != tenant
+    message.request_id = "" if message.is_other_tenant else blame.request_id
+    message.duration.CopyFrom(to_duration(blame.seconds))

@@ -13,7 +13,9 @@ from common.telemetry.ledger import Blame
 from common.telemetry.names import Stage
 
 # Requests at a worker that may be blamed: those that were released last.
-_MOST_BLAMED: Final = 64
+_MOST_BLAMED: Final = 16
+# A shorter wait has no cause worth looking for.
+_LEAST_WAIT_S: Final = 1e-3
 
 
 @dataclass(slots=True, eq=False)
@@ -93,10 +95,12 @@ class LaneWaits:
         self.look(now)
         gate_s = self.gate_s - wait.gate_before
         wait.gate_s += gate_s
+        queued_s = now - wait.bound - gate_s
+        if queued_s < _LEAST_WAIT_S:
+            return
         at_worker = [(each.weight_within(wait.bound, now), each) for each in self._released]
         total = sum(weight for weight, _ in at_worker)
-        queued_s = now - wait.bound - gate_s
-        if total <= 0 or queued_s <= 0:
+        if total <= 0:
             return
         wait.own_s += queued_s * sum(weight for weight, each in at_worker if each.tenant == wait.tenant) / total
         weight, most = max(at_worker, key=lambda pair: pair[0])

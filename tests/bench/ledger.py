@@ -60,8 +60,8 @@ async def ask(stub: InferenceServiceAsyncStub, number: int) -> Sample:
     """Sends one request. Every tenth client stops reading for 50 ms in the middle."""
     began = time.monotonic()
     call = stub.Generate(mixed(number), timeout=600)
-    finish, messages = pb.Finish(), 0
-    while (part := await call.read()) is not grpc.aio.EOF:
+    finish, messages, client_s = pb.Finish(), 0, 0.0
+    async for part in call:
         messages += 1
         if part.HasField("finish"):
             client_s, finish = time.monotonic() - began, part.finish
