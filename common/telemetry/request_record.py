@@ -278,11 +278,11 @@ class RequestRecord:
     def _parts(self, now: float) -> dict[str, Any]:
         """Time by stage, and the requests that cost most of it."""
         blamed = {
-            stage: {"request_id": blame.request_id, "tenant": blame.tenant, "ms": _ms(blame.seconds)}
+            str(stage): {"request_id": blame.request_id, "tenant": blame.tenant, "ms": _ms(blame.seconds)}
             for stage, blame in self.ledger.blames.items()
         }
         return {
-            "parts_ms": {stage: _ms(seconds) for stage, seconds in self.ledger.parts(now).items()},
+            "parts_ms": {str(stage): _ms(seconds) for stage, seconds in self.ledger.parts(now).items()},
             "blamed": blamed or None,
         }
 

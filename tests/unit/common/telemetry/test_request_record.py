@@ -10,6 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.errors import InvalidFieldError, NoWorkerError, QueueFullError
+from common.telemetry.ledger import Blame
+from common.telemetry.names import Stage
 from common.telemetry.request_record import RequestRecord, RequestTimes, begin_record, current_record, shown
 
 GENERATE = "fissile.v1.InferenceService/Generate"
@@ -150,3 +152,12 @@ async def test_each_task_has_its_own_call() -> None:
 
     assert list(await asyncio.gather(call("a"), call("b"))) == ["a", "b"]
     assert current_record().method == ""
+
+
+def test_parts_of_the_line_have_plain_names_and_blame() -> None:
+    record = RequestRecord(GENERATE, arrived=1.0, generates=True)
+    record.ledger.enter(Stage.QUEUE, 2.0)
+    record.ledger.blame(Stage.QUEUE, Blame("r-7", "acme", 0.5))
+    fields = record.fields(4.0)
+    assert repr(fields["parts_ms"]) == "{'prepare': 1000.0, 'queue': 2000.0}"
+    assert repr(fields["blamed"]) == "{'queue': {'request_id': 'r-7', 'tenant': 'acme', 'ms': 500.0}}"
