@@ -691,10 +691,9 @@ class SubmitSequence(_message.Message):
     workers of minor version 2 and above.
     """
     request_id: _builtins.str
-    """Id and tenant of the client's request, at most 128 bytes each: the worker names them where another sequence waited for
-    this one.
-    """
+    """Id of the client's request, at most 128 bytes: the worker names it where another sequence waited for this one."""
     tenant: _builtins.str
+    """Tenant of the client's request, at most 128 bytes; named with `request_id`."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Prompt, and tokens generated so far; at most 16,384 in one frame."""
@@ -1284,8 +1283,9 @@ class TimePart(_message.Message):
     us: _builtins.int
     """Microseconds in this stage."""
     blamed_request: _builtins.str
-    """Request and tenant of the sequence that cost most of it; both empty if none is known."""
+    """Request of the sequence that cost most of it; empty if none is known."""
     blamed_tenant: _builtins.str
+    """Tenant of that request."""
     blamed_us: _builtins.int
     """Microseconds that it cost."""
     def __init__(
