@@ -1,10 +1,13 @@
 """Settings of every test run."""
 
 import gc
+import logging
 import os
 import random
+from collections.abc import Iterator
 
 import pytest
+import structlog
 from hypothesis import HealthCheck, settings
 from hypothesis.internal.conjecture import providers
 from hypothesis.internal.constants_ast import Constants
@@ -69,6 +72,18 @@ def pytest_runtestloop() -> None:
     gc.collect()
     gc.freeze()
     gc.enable()
+
+
+@pytest.fixture(autouse=True)
+def logging_of_one_test() -> Iterator[None]:
+    """Ends the logging that a test has set up, by a command for example: later tests collect log lines."""
+    was_set_up, handlers, level = structlog.is_configured(), logging.root.handlers[:], logging.root.level
+    yield
+    if structlog.is_configured() and not was_set_up:
+        structlog.reset_defaults()
+        logging.captureWarnings(False)
+        logging.root.handlers[:] = handlers
+        logging.root.setLevel(level)
 
 
 @pytest.fixture
