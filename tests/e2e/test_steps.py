@@ -65,7 +65,8 @@ def test_steps_under_load_add_up_to_prompts_and_answers(site: Site) -> None:
     computed: dict[str, list[dict[str, object]]] = {}
     for step in found:
         for row in step["rows"]:  # type: ignore[attr-defined]
-            computed.setdefault(row["sequence"], []).append(row)
+            computed.setdefault(row["request_id"], []).append(row)
+    assert computed.keys() == {each.request_id for each in asked}
     prompts = sorted(len(each.token_ids.ids) for each in asked)
     prefills = [[row for row in rows if row["kind"] == "STEP_ROW_KIND_PREFILL"] for rows in computed.values()]
     # The first token comes with the prompt, and nothing follows the last one.

@@ -143,7 +143,7 @@ class SequenceColumns:
     def __init__(self, rows: list[Sequence]) -> None:
         self.rows = rows
         self.ids = [s.id for s in rows]
-        self.request_ids = [s.request_id for s in rows]
+        self.request_ids = [s.ledger.request_id for s in rows]
         self.by_id = dict(zip(self.ids, rows, strict=True))
         # Fixed from a sequence's admission until it ends or is preempted, and no columns are kept beyond that.
         self.num_cached_tokens = [s.num_cached_tokens for s in rows]

@@ -100,7 +100,6 @@ class Sequence:
         reads_cache: False to compute every token, even cached ones.
         pooling: how hidden states become a vector; None for a sequence that generates. An embedded sequence ends with
             one token, which has no meaning.
-        request_id: id of the client's request, "" if unknown.
     """
 
     __slots__ = (
@@ -144,7 +143,6 @@ class Sequence:
         "priority",
         "publish_at",
         "reads_cache",
-        "request_id",
         "sampling_params",
         "seed",
         "shares_prompt",
@@ -185,7 +183,6 @@ class Sequence:
         shares_prompt: bool = False,
         reads_cache: bool = True,
         pooling: Pooling | None = None,
-        request_id: str = "",
     ) -> None:
         self.id = next(_ids) if id is None else id
         self.token_ids = list(token_ids)
@@ -211,7 +208,6 @@ class Sequence:
         self.shares_prompt = shares_prompt
         self.reads_cache = reads_cache
         self.pooling = pooling
-        self.request_id = request_id
         self.pooled = None if pooling is None else PooledStates(pooling)
         self.arrive_time = arrive_time
         self.ledger = SequenceLedger(arrive_time)

@@ -95,7 +95,6 @@ def build_sequence(
     logits_every: int = 0,
     shares_prompt: bool = False,
     pooling: Pooling | None = None,
-    request_id: str = "",
 ) -> Sequence:
     """Makes the sequence of a complete request.
 
@@ -109,7 +108,7 @@ def build_sequence(
         choice: index of the answer.
         chain_hash: computed by the router; None without a router.
         may_return: True if it may be given back to the router before its first step (rule S9).
-        logits_every, shares_prompt, pooling, request_id: as of Sequence.
+        logits_every, shares_prompt, pooling: as of Sequence.
 
     Raises:
         InvalidFieldError: `prompt_len` is not in the prompt, router and worker hash differently, or an embedding
@@ -139,7 +138,6 @@ def build_sequence(
         logits_every=logits_every,
         shares_prompt=shares_prompt,
         pooling=pooling,
-        request_id=request_id,
     )
 
 

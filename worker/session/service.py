@@ -391,7 +391,7 @@ class WorkerService(WorkerServiceServicer):
         limits = self.facts.engine_limits
         token_ids, params = check_sequence(request, limits)
         now, left = self._clock(), context.time_remaining()
-        return build_sequence(
+        seq = build_sequence(
             request,
             token_ids,
             params,
@@ -400,5 +400,6 @@ class WorkerService(WorkerServiceServicer):
             seed=request.seed if request.HasField("seed") else derive_seed(request_id),
             arrived=now,
             deadline=None if left is None else now + left,
-            request_id=request_id,
         )
+        seq.ledger.request_id = request_id
+        return seq
