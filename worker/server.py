@@ -45,7 +45,7 @@ from worker.config.vector_config import checkpoint_pooling, relevance_tokens
 from worker.doors.door_adapter import DoorAdapter
 from worker.doors.served_doors import SERVED_DOORS
 from worker.engine.core import EngineCore
-from worker.engine.figures import observe_engine, show_engine_as_vllm
+from worker.engine.figures import StepTokens, observe_engine, show_engine_as_vllm
 from worker.engine_factory import EngineOptions, build_engine
 from worker.progress import StartProgress
 from worker.ranks.rank_host import run_node
@@ -169,6 +169,8 @@ class Worker:
         log.info("worker listening", address=self.server.address, worker_id=worker_id, **self._settings())
         labels = {names.REQUEST_MODEL: self._loaded.model, names.WORKER_ID: worker_id}
         observe_engine(self._metrics, lambda: self.engine.figures, labels)
+        if self._metrics.enabled:
+            self.engine.on_figures = StepTokens(self._metrics, labels).take
         if self._metrics.table is not None:
             show_engine_as_vllm(self._metrics.table, lambda: self.engine.figures, self._loaded.model)
         if self.scrapes is not None:

@@ -10,16 +10,21 @@ import contextlib
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Final, Literal
 
 import grpc
 import structlog
 from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter
 from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
-from opentelemetry.sdk.metrics import MeterProvider, ObservableCounter, ObservableGauge
+from opentelemetry.sdk.metrics import Exemplar, MeterProvider, ObservableCounter, ObservableGauge
 from opentelemetry.sdk.metrics.export import (
+    AggregationTemporality,
+    Histogram,
+    HistogramDataPoint,
+    Metric,
     MetricExporter,
     MetricExportResult,
     MetricsData,
@@ -30,6 +35,7 @@ from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 
 from common.limits import MAX_EXPORTED_SERIES
+from common.telemetry.prometheus import HistogramPoint, SeriesHistogram
 from common.telemetry.tail_sampling import RecordAll, SlowSpanKeeper
 from common.version import fissile_version
 
@@ -123,9 +129,47 @@ class MetricExport:
         reader = PeriodicExportingMetricReader(self._exporter, cardinality_limits=limits)
         self.provider = MeterProvider([reader], _resource(service_name, instance_id), shutdown_on_exit=False)
 
+    def add_histogram(self, name: str, unit: str, description: str, histogram: SeriesHistogram) -> None:
+        """Exports a histogram that the SDK does not know, always cumulative."""
+        self._exporter.histograms.append(_SeriesMetric(name, unit, description, histogram, time.time_ns()))
+
     def shutdown(self, timeout_s: float) -> None:
         """Sends the last figures; gives up after `timeout_s`."""
         _bounded(self.provider.shutdown, timeout_s, self._exporter.abandon)
+
+
+@dataclass(frozen=True, slots=True)
+class _SeriesMetric:
+    """A histogram of ours under its name, counted from `began`, Unix nanoseconds."""
+
+    name: str
+    unit: str
+    description: str
+    histogram: SeriesHistogram
+    began: int
+
+    def metric(self, now: int) -> Metric:
+        """The histogram as the SDK's exporters take it."""
+        points = [self._point(point, now) for point in self.histogram.points()]
+        return Metric(self.name, self.description, self.unit, Histogram(points, AggregationTemporality.CUMULATIVE))
+
+    def _point(self, point: HistogramPoint, now: int) -> HistogramDataPoint:
+        return HistogramDataPoint(
+            attributes=dict(point.labels),
+            start_time_unix_nano=self.began,
+            time_unix_nano=now,
+            count=sum(point.counts),
+            sum=point.total,
+            bucket_counts=point.counts,
+            explicit_bounds=self.histogram.bounds,
+            # Not known; the proto has them as optional fields.
+            min=None,  # type: ignore[arg-type]
+            max=None,  # type: ignore[arg-type]
+            exemplars=[
+                Exemplar({}, each.value, int(each.time_s * 1e9), int(each.span_id, 16), int(each.trace_id, 16))
+                for each in point.exemplars.values()
+            ],
+        )
 
 
 @dataclass(slots=True)
@@ -265,13 +309,23 @@ class _MetricExporter(MetricExporter):
         # The SDK's reader asks for these two.
         super().__init__(self._otlp._preferred_temporality, self._otlp._preferred_aggregation)
         self._fate = _Fate("metrics")
+        self.histograms: list[_SeriesMetric] = []
 
     def export(self, metrics_data: MetricsData, timeout_millis: float = 10_000, **kwargs: Any) -> MetricExportResult:
         """Sends the figures; a failure loses them. The next export has newer ones."""
         with self._fate.exporting():
-            result = self._otlp.export(metrics_data, timeout_millis, **kwargs)
+            result = self._otlp.export(self._with_histograms(metrics_data), timeout_millis, **kwargs)
         self._fate.ends(well=result is MetricExportResult.SUCCESS)
         return result
+
+    def _with_histograms(self, metrics_data: MetricsData) -> MetricsData:
+        """The figures and our histograms. A process has figures of one resource and one scope."""
+        (resource,) = metrics_data.resource_metrics
+        (scope,) = resource.scope_metrics
+        now = time.time_ns()
+        ours = [each.metric(now) for each in self.histograms]
+        scope = replace(scope, metrics=[*scope.metrics, *(metric for metric in ours if metric.data.data_points)])
+        return MetricsData([replace(resource, scope_metrics=[scope])])
 
     def force_flush(self, timeout_millis: float = 10_000) -> bool:
         """Flushes the inner exporter; False if that takes too long. Has nothing to wait for."""

@@ -65,7 +65,9 @@ def _observe_process(metrics: Metrics) -> None:
     )
 
 
-class _MeterShutdown(Protocol):
+class _Export(Protocol):
+    def add_histogram(self, name: str, unit: str, description: str, histogram: SeriesHistogram) -> None: ...
+
     def shutdown(self, timeout_s: float) -> None: ...
 
 
@@ -74,7 +76,7 @@ class Metrics:
 
     Args:
         provider: makes the instruments that OTLP exports.
-        export: ends the export.
+        export: exports the histograms that the SDK does not know, and ends the export.
         table: shows the same figures to scrapers, and those under other servers' names.
 
     Attributes:
@@ -84,7 +86,7 @@ class Metrics:
     def __init__(
         self,
         provider: MeterProvider | None = None,
-        export: _MeterShutdown | None = None,
+        export: _Export | None = None,
         table: SeriesTable | None = None,
     ) -> None:
         self.table = table
@@ -123,6 +125,22 @@ class Metrics:
             shown = SeriesHistogram(bounds)
             self.table.add_histogram(name, unit, description, bounds, shown.points)
         return MetricHistogram(bounds, exported, shown)
+
+    def series_histogram(
+        self, name: str, unit: str, description: str, bounds: Sequence[float]
+    ) -> SeriesHistogram | None:
+        """Makes a histogram whose series can end, and which costs a seventh of one of the SDK; None if metrics are off.
+
+        OTLP sends it with the buckets between `bounds` and cumulative, whatever the SDK's variables say.
+        """
+        if not self.enabled:
+            return None
+        histogram = SeriesHistogram(bounds)
+        if self.table is not None:
+            self.table.add_histogram(name, unit, description, bounds, histogram.points)
+        if self._export is not None:
+            self._export.add_histogram(name, unit, description, histogram)
+        return histogram
 
     def shutdown(self, timeout_s: float = TELEMETRY_SHUTDOWN_S) -> None:
         """Sends the last figures, within `timeout_s` seconds."""

@@ -1,8 +1,7 @@
 """Figures by worker, which name a worker that is slow, away or lost. Pure.
 
-Latencies by worker are for scrapers alone: OpenTelemetry's SDK would export the series of a worker for good, here they
-end when the worker leaves. They measure the worker, not the router: they begin when it gets the request, and an answer
-that needed several workers counts for none.
+Latencies by worker measure the worker, not the router: they begin when it gets the request, and an answer that needed
+several workers counts for none.
 """
 
 from __future__ import annotations
@@ -47,10 +46,10 @@ class WorkerMetrics:
     def __init__(self, metrics: Metrics, workers: Callable[[], Iterable[KnownWorker]]) -> None:
         self._workers = workers
         self._latencies: dict[str, SeriesHistogram] = {}
-        if (table := metrics.table) is not None:
-            for name, description, bounds in _LATENCIES:
-                histogram = self._latencies[name] = SeriesHistogram(bounds)
-                table.add_histogram(name, "s", description, bounds, histogram.points)
+        for name, description, bounds in _LATENCIES:
+            # The SDK would export the series of a worker for good.
+            if (histogram := metrics.series_histogram(name, "s", description, bounds)) is not None:
+                self._latencies[name] = histogram
         gauge = metrics.gauge
         gauge(names.WORKER_UP, "{worker}", "1 if this router is connected to a worker, else 0", self._up)
         gauge(names.WORKER_RUNNING, "{request}", "Requests of this router on a worker", self._each(_running))
@@ -60,7 +59,7 @@ class WorkerMetrics:
         gauge(names.WORKER_KV_USAGE, "1", "Part of a worker's KV blocks in use", self._each(_kv_usage))
 
     def record(self, name: str, seconds: float, worker_id: str, model: str) -> None:
-        """Adds a latency of a worker; a no-op without scrapers.
+        """Adds a latency of a worker; a no-op if metrics are off.
 
         Args:
             name: `names.WORKER_TTFT` or `names.WORKER_TPOT`.

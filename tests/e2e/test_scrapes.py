@@ -31,8 +31,6 @@ DEMO = Path(__file__).resolve().parents[2] / "deploy" / "demo" / "checkpoint"
 ENDS = {("sum", ""): "_total", ("histogram", "s"): "_seconds", ("gauge", "s"): "_seconds", ("gauge", "1"): "_ratio"}
 # They change while nothing happens.
 RESTLESS = (names.ROUTER_LOOP_LAG, names.WORKER_REPORT_AGE)
-# OTLP does not send them.
-ONLY_SCRAPED = (names.WORKER_TTFT, names.WORKER_TPOT)
 Series = dict[tuple[str, frozenset[tuple[str, str]]], Any]
 
 
@@ -95,7 +93,7 @@ async def agree(receiver: OtlpReceiver, port: int, *prefixes: str, wanted: Mappi
         await until(functools.partial(has_arrived, receiver, read, prefixes))
         _, found = await asyncio.to_thread(scrape, port)
         sent = {key: value for key, value in as_series(receiver.points[read:]).items() if key[0].startswith(prefixes)}
-        restless = tuple(name.replace(".", "_") for name in (*RESTLESS, *ONLY_SCRAPED))
+        restless = tuple(name.replace(".", "_") for name in RESTLESS)
         kept = {
             key: value
             for key, value in found.items()

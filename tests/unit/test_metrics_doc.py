@@ -12,7 +12,7 @@ from common.errors import is_client_fault
 from common.telemetry.metrics import setup_metrics
 from common.telemetry.prometheus import Family
 from router.telemetry.metrics import RouterMetrics
-from worker.engine.figures import EngineFigures, observe_engine, show_engine_as_vllm
+from worker.engine.figures import EngineFigures, StepTokens, observe_engine, show_engine_as_vllm
 
 TEXT = (Path(__file__).resolve().parents[2] / "docs" / "reference" / "metrics.md").read_text("utf-8")
 ROWS = re.findall(r"^\| (`[^|]+`) \| (`[^|]+`) \| (?:gauge|counter|histogram) \|", TEXT, re.MULTILINE)
@@ -23,6 +23,7 @@ def families() -> list[Family]:
     metrics = setup_metrics("x", "1", is_scraped=True)
     assert metrics.table is not None
     observe_engine(metrics, EngineFigures, {})
+    StepTokens(metrics, {})
     show_engine_as_vllm(metrics.table, EngineFigures, "m")
     RouterMetrics(metrics)
     return metrics.table.collect()

@@ -28,6 +28,7 @@ class EngineFigures:
         total_blocks: KV blocks in all.
         block_size: tokens per KV block.
         steps: steps computed.
+        step_tokens: tokens that they compute, prompts' tokens and drafts too.
         preemptions: sequences queued again because blocks ran out.
         nan_rows: rows of logits without a finite maximum; each ended its sequence.
         prompt_tokens: prompt tokens of the sequences that have output a token.
@@ -47,6 +48,7 @@ class EngineFigures:
     total_blocks: int = 0
     block_size: int = 0
     steps: int = 0
+    step_tokens: int = 0
     preemptions: int = 0
     nan_rows: int = 0
     prompt_tokens: int = 0
@@ -94,6 +96,7 @@ _OF_DRAFTS: Final = (
     _Instrument(names.ENGINE_DRAFT_TOKENS, "{token}", "Draft tokens verified", lambda f: f.draft_tokens),
     _Instrument(names.ENGINE_ACCEPTED_TOKENS, "{token}", "Draft tokens accepted", lambda f: f.accepted_tokens),
 )
+_STEP_BOUNDS: Final = tuple(2.0**power for power in range(17))
 # vLLM's names for these figures.
 _VLLM_GAUGES: Final = (
     _Instrument(names.VLLM_RUNNING, "", "Sequences in the running set", lambda f: f.running),
@@ -167,6 +170,32 @@ def _ended(read: ReadFigures, labels: Labels) -> Callable[[], Observed]:
         return [(count, {**labels, names.END_REASON: why}) for why, count in figures.ended.items()]
 
     return observe
+
+
+class StepTokens:
+    """Histogram of the tokens that each step computes.
+
+    Args:
+        metrics: of this process.
+        labels: as of `observe_engine`.
+    """
+
+    def __init__(self, metrics: Metrics, labels: Labels) -> None:
+        self._histogram = metrics.series_histogram(
+            names.ENGINE_STEP_TOKENS, "{token}", "Tokens that a step computes", _STEP_BOUNDS
+        )
+        self._labels = labels
+        self._last = EngineFigures()
+
+    def take(self, figures: EngineFigures) -> None:
+        """Records the steps since the last figures, which is one unless the engine had nothing to hand out."""
+        # A new engine counts from 0.
+        last = self._last if figures.steps >= self._last.steps else EngineFigures()
+        self._last, steps = figures, figures.steps - last.steps
+        if self._histogram is None:
+            return
+        for _ in range(steps):
+            self._histogram.record((figures.step_tokens - last.step_tokens) / steps, self._labels)
 
 
 def show_engine_as_vllm(table: SeriesTable, read: ReadFigures, model: str) -> None:

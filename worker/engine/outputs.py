@@ -156,6 +156,7 @@ class EngineTotals:
 
     Attributes:
         steps: steps scheduled.
+        step_tokens: tokens that they compute.
         prompt_tokens: prompt tokens of sequences that got a first token.
         cached_tokens: prompt tokens among them that came from the prefix cache.
         generated_tokens: tokens in outputs.
@@ -164,6 +165,7 @@ class EngineTotals:
     """
 
     steps: int = 0
+    step_tokens: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
     generated_tokens: int = 0

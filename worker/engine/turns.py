@@ -173,6 +173,7 @@ class EngineTurns:
             total_blocks=load.total_blocks,
             block_size=self.core.config.kv_cache_block_size,
             steps=totals.steps,
+            step_tokens=totals.step_tokens,
             preemptions=scheduler.lifecycle.num_preemptions,
             nan_rows=scheduler.postprocessor.num_nan_rows,
             prompt_tokens=totals.prompt_tokens,

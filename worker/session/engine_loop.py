@@ -45,6 +45,7 @@ class EngineLoop:
         load: as of the last turn; None before the start.
         num_steps: engine steps since the start.
         figures: for metrics, as of the last turn; replaced, never changed, so any thread may read them.
+        on_figures: called with the figures of each turn that made a step; None for nothing.
         kv_log: what the prefix cache holds; a new one for each engine.
         block_log: the cached blocks one by one, after `watch_blocks`; a new one for each engine, None before.
     """
@@ -52,6 +53,7 @@ class EngineLoop:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._loop = asyncio.get_running_loop()
+        self.on_figures: Callable[[EngineFigures], None] | None = None
         self._reset()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -209,6 +211,8 @@ class EngineLoop:
         self._started.set_result(None)
 
     def _on_turn(self, turn: Turn) -> None:
+        if self.on_figures is not None and turn.step != self.num_steps:
+            self.on_figures(turn.figures)
         self.load, self.num_steps, self.figures = turn.load, turn.step, turn.figures
         self._deliveries.deliver(turn)
         self.kv_log.append(turn.granules)

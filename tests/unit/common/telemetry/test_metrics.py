@@ -86,8 +86,8 @@ def test_every_figure_reaches_the_collector(receiver: OtlpReceiver) -> None:
     metrics.shutdown(PATIENT_S)
     points = newest(receiver)
     assert {key: point.value for key, point in points.items()} == EXPECTED
-    # Free and total blocks share a metric, and drafts by position share that of all drafts.
-    assert len(EXPECTED) + 2 == len(fields(EngineFigures)), "a figure without a metric"
+    # Shared: free and total blocks a metric, drafts by position that of all drafts. Tokens of steps are a histogram.
+    assert len(EXPECTED) + 3 == len(fields(EngineFigures)), "a figure without a metric"
     for point in points.values():
         assert (point.service, point.instance, point.attributes) == ("fissile-worker", "w1", LABELS)
         assert point.unit
@@ -246,3 +246,28 @@ def test_exemplars_are_exported_of_sampled_traces_only(receiver: OtlpReceiver) -
     found = receiver.wait_for_metric(names.SERVER_TTFT, lambda points: points[-1].value == 2)
     assert found[-1].traces == {"a" * 32}
     metrics.shutdown(PATIENT_S)
+
+
+def test_series_histogram_is_exported_until_its_labels_leave(receiver: OtlpReceiver) -> None:
+    metrics = setup_metrics("fissile-router", "r1")
+    histogram = metrics.series_histogram(names.WORKER_TTFT, "s", "", [0.5, 1.0])
+    assert histogram is not None
+    token = current_traceparent.set(f"00-{'a' * 32}-{'c' * 16}-01")
+    for worker, seconds in (("w0", 0.25), ("w0", 3.0), ("w1", 1.0)):
+        histogram.record(seconds, {names.WORKER_ID: worker})
+    current_traceparent.reset(token)
+    found = receiver.wait_for_metric(names.WORKER_TTFT, lambda points: len(points) > 1)
+    first = {point.attributes[names.WORKER_ID]: point for point in found[:2]}
+    assert (first["w0"].value, first["w0"].total, first["w0"].unit) == (2, 3.25, "s")
+    assert first["w0"].buckets == ((0.5, 1), (1.0, 0), (float("inf"), 1))
+    assert first["w1"].buckets == ((0.5, 0), (1.0, 1), (float("inf"), 0))
+    assert first["w1"].traces == {"a" * 32}
+    histogram.keep(names.WORKER_ID, {"w1"})
+    # An export that had begun may still come; the second one after it has w1 alone.
+    begun = len(receiver.points)
+    receiver.wait_for_metric(
+        names.WORKER_TTFT, lambda _: sum(p.name == names.WORKER_TTFT for p in receiver.points[begun:]) > 3
+    )
+    last = [point for point in receiver.points if point.name == names.WORKER_TTFT][-1]
+    metrics.shutdown(PATIENT_S)
+    assert last.attributes == {names.WORKER_ID: "w1"}

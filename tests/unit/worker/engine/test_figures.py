@@ -9,8 +9,10 @@ import pytest
 
 from common.config import Config, SpeculativeConfig
 from common.params.sampling_params import SamplingParams
+from common.telemetry.metrics import Metrics
+from common.telemetry.prometheus import SeriesTable
 from worker.engine.core import EngineCore
-from worker.engine.figures import EngineFigures
+from worker.engine.figures import EngineFigures, StepTokens
 from worker.engine.sequence import EndReason, Sequence
 from worker.engine.turns import Cancel, EngineTurns, Submit, TicketReceipt
 from worker.simulation.runner import SimulatedRunner
@@ -101,3 +103,17 @@ def test_figures_of_a_turn_do_not_change_later() -> None:
     turns = turns_of()
     _, seen, _ = run(turns, [prompt(1), prompt(2)])
     assert Counter(sum(figures.ended.values()) for figures in seen).keys() == {0, 2}
+
+
+def test_step_tokens_are_those_of_the_batches() -> None:
+    """A prompt of 33 tokens, then 19 decode steps of one token; a new engine counts from 0."""
+    table = SeriesTable({})
+    steps = StepTokens(Metrics(table=table), {})
+    for _ in range(2):
+        _, seen, _ = run(turns_of(), [prompt(1)])
+        for figures in seen:
+            steps.take(figures)
+    (family,) = [each for each in table.collect() if each.name == "fissile_engine_step_tokens"]
+    (point,) = family.points
+    at_most = dict(zip(family.bounds, point.counts, strict=False))
+    assert (at_most[1.0], at_most[64.0], sum(point.counts), point.total) == (2 * 19, 2, 2 * 20, 2 * (33 + 19))
