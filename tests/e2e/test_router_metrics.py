@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Self
 
 import grpc
 import pytest
@@ -222,3 +222,46 @@ async def test_no_collector_means_no_metrics_task(monkeypatch: pytest.MonkeyPatc
         watch = b.router._watch
         assert watch is not None
         assert watch.done()
+
+
+class BadCollector:
+    """A collector's port that takes connections and sends `answer` on each, or never anything.
+
+    Args:
+        answer: bytes that each connection gets; empty for none.
+    """
+
+    def __init__(self, answer: bytes) -> None:
+        self._answer = answer
+        self.num_connections = 0
+        self._open: list[asyncio.StreamWriter] = []
+
+    async def __aenter__(self) -> Self:
+        self._server = await asyncio.start_server(self._connected, "127.0.0.1", 0)
+        self.endpoint = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._server.close()
+        for writer in self._open:
+            writer.close()
+
+    async def _connected(self, _: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.num_connections += 1
+        self._open.append(writer)
+        writer.write(self._answer)
+
+
+@pytest.mark.parametrize("answer", [b"", bytes(range(256)) * 64], ids=["none", "noise"])
+async def test_bad_collector_costs_no_answer(answer: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests with sampled traces end well while all exports hang or fail, and so does the router."""
+    monkeypatch.setenv("OTEL_METRIC_EXPORT_INTERVAL", "50")
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")
+    async with BadCollector(answer) as collector:
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.endpoint)
+        async with bench(FakeWorker(FILES, answer=short), metrics_port=0) as b:
+            await until(lambda: collector.num_connections)
+            for i in range(50):
+                metadata = (("traceparent", f"00-{i + 1:032x}-{i + 1:016x}-01"),)
+                finish = (await collect(b.stub.Generate(request(request_id=str(i)), metadata=metadata)))[-1].finish
+                assert finish.usage.completion_tokens
