@@ -181,6 +181,9 @@ class RouterMetrics:
         self.tpot = metrics.histogram(
             names.SERVER_TPOT, "s", "Mean time per token behind the first, of an answer that is complete", TPOT_BOUNDS
         )
+        self._stages = metrics.series_histogram(
+            names.ROUTER_STAGE_DURATION, "s", "Time of a request in one stage", DURATION_BOUNDS
+        )
         self.workers = WorkerMetrics(metrics, lambda: self._snapshot.workers)
         self._lag = metrics.histogram(names.ROUTER_LOOP_LAG, "s", "How late the router's event loop is", _LAG_BOUNDS)
         self._observe_gauges()
@@ -190,7 +193,12 @@ class RouterMetrics:
 
     @contextlib.asynccontextmanager
     async def request(
-        self, operation: str, arrival: float, clock: Callable[[], float], broken_off: Callable[[], grpc.StatusCode]
+        self,
+        operation: str,
+        arrival: float,
+        clock: Callable[[], float],
+        broken_off: Callable[[], grpc.StatusCode],
+        parts: Callable[[float], Mapping[str, float]],
     ) -> AsyncIterator[RequestMeasure]:
         """Measures a request for as long as the block runs; what the block raises is counted as its failure.
 
@@ -199,6 +207,7 @@ class RouterMetrics:
             arrival: of the request, from which the time to its first token counts, too.
             clock: monotonic seconds.
             broken_off: the status of a call that is cancelled: its deadline arrives as that too.
+            parts: returns the seconds of each of its stages until a time.
         """
         labels = {names.OPERATION: operation, names.PROVIDER: names.PROVIDER_FISSILE}
         measure = RequestMeasure(labels, self)
@@ -212,8 +221,16 @@ class RouterMetrics:
             labels[names.ERROR_TYPE] = code.name
             raise
         finally:
-            self.duration(clock() - arrival, labels)
+            now = clock()
+            self.duration(now - arrival, labels)
+            self._record_stages(parts(now), labels.get(names.REQUEST_MODEL, ""))
             self._use(measure)
+
+    def _record_stages(self, parts: Mapping[str, float], model: str) -> None:
+        if self._stages is not None:
+            labels = {names.REQUEST_MODEL: model} if model else {}
+            for stage, seconds in parts.items():
+                self._stages.record(seconds, {**labels, names.STAGE: stage})
 
     def _use(self, measure: RequestMeasure) -> None:
         if measure.used is not None:
