@@ -134,9 +134,10 @@ def workers_with(right: str, wrong: str) -> str:
 
 @pytest.fixture(scope="module")
 def validated() -> dict[str, list[tuple[str, str]]]:
-    """What the schemas of the three versions say against each variant, and against each mistake."""
+    """What the schemas of the three versions say against each variant, the autoscaler, and each mistake."""
     tool("kubernetes-validate")
     variants = {variant: rendered(variant) for variant in VARIANTS if variant == "base" or shutil.which("kubectl")}
+    variants["autoscaler"] = (DEPLOY / "observability" / "kubernetes" / "autoscaler.yaml").read_text()
     mistakes = {right: workers_with(right, wrong) for right, wrong in MISTAKES.items()}
     scaler = {SCALER: yaml.safe_dump(monitoring_examples()[SCALER])}
     result = run([TOOLS / "python", "-c", VALIDATE, *VERSIONS], stdin=json.dumps(variants | mistakes | scaler))
@@ -172,6 +173,10 @@ def test_documented_monitoring_names_what_the_manifests_have() -> None:
 def test_valid_for_three_versions(variant: str, validated: dict[str, list[tuple[str, str]]]) -> None:
     rendered(variant)
     assert validated[variant] == []
+
+
+def test_autoscaler_is_valid(validated: dict[str, list[tuple[str, str]]]) -> None:
+    assert validated["autoscaler"] == []
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
