@@ -235,12 +235,6 @@ class RequestRecord:
             with contextlib.suppress(Exception):
                 report(self)
 
-    def parts(self, now: float) -> dict[str, float]:
-        """Seconds until `now` by stage; they add up to the call's duration."""
-        times = RequestTimes(self.arrived, now) if self.times is None else self.times
-        stages = {"queue": times.queue_s, "prefill": times.prefill_s, "decode": times.decode_s}
-        return {stage: seconds for stage, seconds in stages.items() if seconds}
-
     def fields(self, now: float) -> dict[str, Any]:
         """Fields of the call's line, in order, without unknown ones."""
         times = RequestTimes(self.arrived, now) if self.times is None else self.times

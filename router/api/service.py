@@ -252,7 +252,7 @@ class InferenceService(InferenceServiceServicer):
         """
         arrival, request_id = scope.record.arrived, scope.record.request_id
         scope.record.model = request.model
-        measured = self._metrics.request(scope.operation, arrival, self._clock, scope.cancel, scope.record.parts)
+        measured = self._metrics.request(scope.operation, arrival, self._clock, scope.cancel, scope.record)
         async with scope, measured as measure:
             check_request_id(request_id)
             _check(request, is_streamed=is_streamed)
