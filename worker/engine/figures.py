@@ -177,7 +177,7 @@ class StepTokens:
 
     Args:
         metrics: of this process.
-        labels: as of `observe_engine`.
+        labels: attributes of every figure, as in `observe_engine`.
     """
 
     def __init__(self, metrics: Metrics, labels: Labels) -> None:
@@ -188,7 +188,7 @@ class StepTokens:
         self._last = EngineFigures()
 
     def take(self, figures: EngineFigures) -> None:
-        """Records the steps since the last figures, which is one unless the engine had nothing to hand out."""
+        """Records the steps since the last figures, usually one."""
         # A new engine counts from 0.
         last = self._last if figures.steps >= self._last.steps else EngineFigures()
         self._last, steps = figures, figures.steps - last.steps

@@ -45,7 +45,7 @@ class EngineLoop:
         load: as of the last turn; None before the start.
         num_steps: engine steps since the start.
         figures: for metrics, as of the last turn; replaced, never changed, so any thread may read them.
-        on_figures: called with the figures of each turn that made a step; None for nothing.
+        on_figures: called with the figures of each turn that made a step; None for no callback.
         kv_log: what the prefix cache holds; a new one for each engine.
         block_log: the cached blocks one by one, after `watch_blocks`; a new one for each engine, None before.
     """
