@@ -180,30 +180,6 @@ class _Buckets:
     exemplars: dict[int, Exemplar] = field(default_factory=dict)
 
 
-def merged(points: Iterable[HistogramPoint], labels: Mapping[str, str], *, without: str = "") -> list[HistogramPoint]:
-    """Adds up the series that agree in some labels.
-
-    Args:
-        points: series of one histogram.
-        labels: the labels to keep, with their new names. Series without one of them are left out.
-        without: series with this label are left out.
-    """
-    found: dict[tuple[str, ...], HistogramPoint] = {}
-    for point in points:
-        if without in point.labels or not labels.keys() <= point.labels.keys():
-            continue
-        key = tuple(point.labels[name] for name in labels)
-        kept = dict(zip(labels.values(), key, strict=True))
-        before = found.get(key)
-        if before is None:
-            found[key] = HistogramPoint(kept, point.counts, point.total, point.exemplars)
-        else:
-            counts = tuple(map(sum, zip(before.counts, point.counts, strict=True)))
-            exemplars = {**before.exemplars, **point.exemplars}
-            found[key] = HistogramPoint(kept, counts, before.total + point.total, exemplars)
-    return list(found.values())
-
-
 class SeriesTable:
     """All metrics that a process shows to scrapers, each with the function that reads it.
 

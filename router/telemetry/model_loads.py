@@ -13,7 +13,7 @@ from typing import Final
 
 from common.telemetry import names
 from common.telemetry.metrics import MetricHistogram
-from common.telemetry.prometheus import HistogramPoint, Observed, SeriesTable, merged
+from common.telemetry.prometheus import HistogramPoint, Observed, SeriesTable
 from router.workers.session import WorkerState
 from router.workers.worker_record import KnownWorker
 
@@ -66,6 +66,30 @@ def model_loads(waiting: Mapping[str, int], workers: Iterable[KnownWorker]) -> d
             load.free_blocks += worker.load.free_blocks
             load.blocks[worker.block_size] += worker.load.total_blocks
     return loads
+
+
+def merged(points: Iterable[HistogramPoint], labels: Mapping[str, str], *, without: str = "") -> list[HistogramPoint]:
+    """Adds up the series that agree in some labels.
+
+    Args:
+        points: series of one histogram.
+        labels: the labels to keep, with their new names. Series without one of them are left out.
+        without: series with this label are left out.
+    """
+    found: dict[tuple[str, ...], HistogramPoint] = {}
+    for point in points:
+        if without in point.labels or not labels.keys() <= point.labels.keys():
+            continue
+        key = tuple(point.labels[name] for name in labels)
+        kept = dict(zip(labels.values(), key, strict=True))
+        before = found.get(key)
+        if before is None:
+            found[key] = HistogramPoint(kept, point.counts, point.total, point.exemplars)
+        else:
+            counts = tuple(map(sum, zip(before.counts, point.counts, strict=True)))
+            exemplars = {**before.exemplars, **point.exemplars}
+            found[key] = HistogramPoint(kept, counts, before.total + point.total, exemplars)
+    return list(found.values())
 
 
 def show_as_vllm(

@@ -21,11 +21,11 @@ from common.telemetry.prometheus import (
     SeriesTable,
     current_traceparent,
     label_name,
-    merged,
     metric_name,
     openmetrics_text,
     prometheus_text,
 )
+from router.telemetry.model_loads import merged
 from tests.scraped import read_openmetrics, read_text
 from worker.engine.figures import EngineFigures, observe_engine, show_engine_as_vllm
 
