@@ -21,7 +21,7 @@ from common.limits import FIGURES_EVERY_S
 from common.telemetry import names
 from common.telemetry.metrics import Metrics
 from common.telemetry.prometheus import Observed, SeriesTable
-from common.telemetry.request_record import RequestRecord, RequestTimes
+from common.telemetry.request_record import RequestRecord
 from router.scheduling.dispatcher import ClassLoad
 from router.scheduling.lanes import LaneCounts
 from router.telemetry.model_loads import ModelLoad, model_loads, show_as_vllm
@@ -208,7 +208,7 @@ class RouterMetrics:
             arrival: of the request, from which the time to its first token counts, too.
             clock: monotonic seconds.
             broken_off: the status of a call that is cancelled: its deadline arrives as that too.
-            record: of the call, with the times of its stages.
+            record: of the call, with its ledger.
         """
         labels = {names.OPERATION: operation, names.PROVIDER: names.PROVIDER_FISSILE}
         measure = RequestMeasure(labels, self)
@@ -224,16 +224,14 @@ class RouterMetrics:
         finally:
             now = clock()
             self.duration(now - arrival, labels)
-            self._record_stages(record.times or RequestTimes(arrival, now), labels.get(names.REQUEST_MODEL, ""))
+            self._record_stages(record.ledger.parts(now), labels.get(names.REQUEST_MODEL, ""))
             self._use(measure)
 
-    def _record_stages(self, times: RequestTimes, model: str) -> None:
+    def _record_stages(self, parts: Mapping[names.Stage, float], model: str) -> None:
         if self._stages is not None:
             labels = {names.REQUEST_MODEL: model} if model else {}
-            stages = {"queue": times.queue_s, "prefill": times.prefill_s, "decode": times.decode_s}
-            for stage, seconds in stages.items():
-                if seconds:
-                    self._stages.record(seconds, {**labels, names.STAGE: stage})
+            for stage, seconds in parts.items():
+                self._stages.record(seconds, {**labels, names.STAGE: stage})
 
     def _use(self, measure: RequestMeasure) -> None:
         if measure.used is not None:

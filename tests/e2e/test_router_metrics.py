@@ -77,12 +77,8 @@ async def test_server_metrics_follow_otel_conventions(collector: Collector) -> N
         assert sums[names.SERVER_DURATION] >= sums[names.SERVER_TTFT] + 5 * sums[names.SERVER_TPOT] - 1e-6
         assert sums[names.SERVER_TPOT] >= 3 * 0.02 * 0.5
         stages = [p for (name, _), p in collector.newest().items() if name == names.ROUTER_STAGE_DURATION]
-        assert {p.attributes[names.STAGE]: p.value for p in stages if p.attributes[names.STAGE] != "queue"} == {
-            "prefill": 4,
-            "decode": 4,
-        }
         whole = sum(p.total for (name, _), p in collector.newest().items() if name == names.SERVER_DURATION)
-        assert 0 < sum(p.total for p in stages) <= whole
+        assert sum(p.total for p in stages) == pytest.approx(whole)
         for histogram in (duration, ttft, tpot):
             bounds = [bound for bound, _ in histogram.buckets]
             assert (bounds[0], bounds[-2]) == (0.0002, 3600.0)

@@ -172,6 +172,11 @@ class EngineTotals:
     taken_tokens: int = 0
     ended: Counter[EndReason] = field(default_factory=Counter)
 
+    def add_step(self, num_tokens: int) -> None:
+        """Counts a step that computes `num_tokens` tokens."""
+        self.steps += 1
+        self.step_tokens += num_tokens
+
 
 @dataclass(frozen=True)
 class EngineLoad:

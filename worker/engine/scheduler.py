@@ -149,8 +149,7 @@ class Scheduler:
         self.drafter.ask(batch)
         batch.digested_blocks = self.block_manager.digests.take_wanted()
         self.in_flight.append(step)
-        self.lifecycle.totals.steps += 1
-        self.lifecycle.totals.step_tokens += batch.total_tokens_num
+        self.lifecycle.totals.add_step(batch.total_tokens_num)
         self.drafter.launched(batch)
         for seq in step.count_in_flight(batch, now):
             self.lifecycle.end_prefill(seq)
