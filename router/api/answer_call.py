@@ -209,6 +209,7 @@ class AnswerCall(InFlightCall):
             # What the worker has finished waits for the client, even if that never takes it.
             first.account_end(now, now)
         record.ledger = first.ledger
+        span.stages(record.ledger, now)
         record.attempts = max(len(stream.attempts) for stream in streams)
         record.exact = all(stream.attempts.exact for stream in streams)
         record.adopted = any(stream.is_adopted for stream in streams)

@@ -16,6 +16,7 @@ from common.errors import ApiError
 from common.params.sampling_params import SamplingParams
 from common.telemetry import names
 from common.telemetry.failures import harmless
+from common.telemetry.ledger import Ledger
 from common.telemetry.logs import current_trace_id
 from common.telemetry.prometheus import current_traceparent
 from common.telemetry.request_record import shown
@@ -154,6 +155,9 @@ class RequestSpan:
     ) -> None:
         """Notes the request's token counts at its end, successful or not. Counts are of delivered tokens."""
 
+    def stages(self, ledger: Ledger, now: float) -> None:
+        """Notes the request's time in each stage until `now`, and the requests that cost it most."""
+
     def finish(self, finish_reasons: Iterable[str] = ()) -> None:
         """Ends the span: the request was answered."""
 
@@ -267,6 +271,18 @@ class RecordedRequestSpan(RequestSpan):
         if worker_id:
             attributes |= {names.WORKER_ID: worker_id, names.ATTEMPTS: attempts}
         self._open.span.set_attributes(attributes)
+
+    @harmless("traces")
+    def stages(self, ledger: Ledger, now: float) -> None:
+        """Sets an attribute for each stage, and three for each blamed request."""
+        found: dict[str, AttributeValue] = {}
+        for stage, seconds in ledger.parts(now).items():
+            found[names.STAGE_MS.format(stage)] = round(1e3 * seconds, 3)
+        for stage, blame in ledger.blames.items():
+            found[names.BLAME_REQUEST.format(stage)] = shown(blame.request_id)
+            found[names.BLAME_TENANT.format(stage)] = shown(blame.tenant)
+            found[names.BLAME_MS.format(stage)] = round(1e3 * blame.seconds, 3)
+        self._open.span.set_attributes(found)
 
     @harmless("traces")
     def finish(self, finish_reasons: Iterable[str] = ()) -> None:

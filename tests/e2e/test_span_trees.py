@@ -126,6 +126,9 @@ def test_cancel_in_router_queue_leaves_no_worker_span(site: Site) -> None:
     root = site.root(waiting)
     assert names(site.below(root, 2)) == {"tokenize": 1, "queue": 1}
     assert (root.attributes["rpc.status_code"], root.status, root.events) == ("CANCELLED", "UNSET", ())
+    stages = {name for name in root.attributes if name.startswith("fissile.stage.")}
+    assert stages & {"fissile.stage.queue_ms", "fissile.stage.own_queue_ms"}, stages
+    assert "fissile.stage.decode_ms" not in stages
     site.end(running)
 
 

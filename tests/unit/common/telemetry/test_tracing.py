@@ -19,7 +19,9 @@ from common.errors import ApiError, InvalidFieldError, NoWorkerError, WorkerLost
 from common.params.sampling_params import SamplingParams
 from common.telemetry import names
 from common.telemetry.failures import failures
+from common.telemetry.ledger import Blame, Ledger
 from common.telemetry.logs import current_trace_id
+from common.telemetry.names import Stage
 from common.telemetry.trace_context import extract, inject, trace_id_of
 from common.telemetry.tracing import SpanFactory, setup_tracing
 from router.scheduling.queued_request import PlacementChoice
@@ -439,3 +441,19 @@ def test_wish_for_steps_crosses_the_hop(recorder: Recorder, operation: str, aske
 def test_without_tracing_nobody_looks_for_steps() -> None:
     with request_span(SpanFactory(), GENERATE, [(names.TRACE_STEPS, "1")], operation=names.CHAT) as span:
         assert not sequence_span(SpanFactory(), span.traceparent, span.tracestate, arrived=1.0).has_steps
+
+
+def test_span_has_the_time_of_each_stage_and_the_blamed_request(recorder: Recorder) -> None:
+    ledger = Ledger(Stage.PREPARE, 1.0)
+    ledger.enter(Stage.GATE_HOLD, 1.25)
+    ledger.blame(Stage.GATE_HOLD, Blame("r7", "gold", 0.5))
+    with request_span(recorder.tracing, GENERATE) as span:
+        span.stages(ledger, 2.0)
+    found = attributes(recorder.one(GENERATE))
+    assert {name: value for name, value in found.items() if name.startswith(("fissile.stage", "fissile.blame"))} == {
+        "fissile.stage.prepare_ms": 250.0,
+        "fissile.stage.gate_hold_ms": 750.0,
+        "fissile.blame.gate_hold.request": "r7",
+        "fissile.blame.gate_hold.tenant": "gold",
+        "fissile.blame.gate_hold.cost_ms": 500.0,
+    }
