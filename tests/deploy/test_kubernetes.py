@@ -24,7 +24,6 @@ from common.limits import (
     TELEMETRY_SHUTDOWN_S,
 )
 from common.rpc.server import LIVENESS, READINESS, GrpcServer
-from common.telemetry import names
 from router.workers.addresses import DnsTarget, parse_targets
 from tests.certificates import Authority
 from tests.deploy.container_file import ContainerFile
@@ -115,16 +114,6 @@ print(json.dumps({name: list(errors(manifests)) for name, manifests in json.load
 """
 
 
-SCALER = "HorizontalPodAutoscaler"
-
-
-def monitoring_examples() -> dict[str, Object]:
-    """The objects in docs/how-to/monitor.md, by kind."""
-    blocks = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs" / "how-to" / "monitor.md").read_text(), re.DOTALL)
-    found = [yaml.safe_load(block) for block in blocks]
-    return {each["kind"]: each for each in found if isinstance(each, dict) and "kind" in each}
-
-
 def workers_with(right: str, wrong: str) -> str:
     """The StatefulSet of the workers with a mistake in it."""
     (manifest,) = [text for text in rendered("base").split("\n---\n") if "kind: StatefulSet" in text]
@@ -139,34 +128,10 @@ def validated() -> dict[str, list[tuple[str, str]]]:
     variants = {variant: rendered(variant) for variant in VARIANTS if variant == "base" or shutil.which("kubectl")}
     variants["autoscaler"] = (DEPLOY / "observability" / "kubernetes" / "autoscaler.yaml").read_text()
     mistakes = {right: workers_with(right, wrong) for right, wrong in MISTAKES.items()}
-    scaler = {SCALER: yaml.safe_dump(monitoring_examples()[SCALER])}
-    result = run([TOOLS / "python", "-c", VALIDATE, *VERSIONS], stdin=json.dumps(variants | mistakes | scaler))
+    result = run([TOOLS / "python", "-c", VALIDATE, *VERSIONS], stdin=json.dumps(variants | mistakes))
     assert result.returncode == 0, result.stderr
     found: dict[str, list[tuple[str, str]]] = json.loads(result.stdout)
     return found
-
-
-def test_documented_autoscaler_is_valid_for_three_versions(validated: dict[str, list[tuple[str, str]]]) -> None:
-    assert validated[SCALER] == []
-
-
-def test_documented_monitoring_names_what_the_manifests_have() -> None:
-    """The schemas of PodMonitor and ScaledObject are in no package, so their fields are not checked."""
-    found = monitoring_examples()
-    monitor = found["PodMonitor"]["spec"]
-    assert selected(monitor["selector"]["matchLabels"], "base") == [*COMPONENTS]
-    for component in COMPONENTS:
-        ports = {port["name"] for port in container("base", component)["ports"]}
-        assert {endpoint["port"] for endpoint in monitor["podMetricsEndpoints"]} <= ports
-        assert {*monitor["podTargetLabels"]} <= pod("base", component)["metadata"]["labels"].keys()
-    for kind in ("ScaledObject", SCALER):
-        target, workers = found[kind]["spec"]["scaleTargetRef"], workload("base", "worker")
-        assert (target["kind"], target["name"]) == (workers["kind"], workers["metadata"]["name"])
-    (trigger,) = found["ScaledObject"]["spec"]["triggers"]
-    assert names.VLLM_WAITING in trigger["metadata"]["query"]
-    (metric,) = found[SCALER]["spec"]["metrics"]
-    # As prometheus-adapter writes a name with a colon.
-    assert metric["external"]["metric"]["name"] == names.VLLM_WAITING.replace(":", "_")
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

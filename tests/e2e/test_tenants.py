@@ -105,7 +105,7 @@ def test_higher_class_overtakes_requests_waiting_for_blocks(service: Service) ->
 
     def ended() -> list[str]:
         """Names in the order of the router's log: threads of a busy machine may see the ends in another one."""
-        return re.findall(r'"request ended".*"request_id": "(low|normal|unset|high)"', service.router.log.read_text())
+        return re.findall(r'"request ended".*?"request_id": "(low|normal|unset|high)"', service.router.log.read_text())
 
     first = service.stub.Generate(request(2, LONG, max_tokens=LONGEST))
     next(iter(first))
