@@ -123,7 +123,8 @@ async def early(*workers: FakeWorker, worker_wait_s: float = 120.0) -> AsyncIter
 async def test_requests_wait_for_first_worker() -> None:
     """Requests wait like those whose worker is lost."""
     worker = FakeWorker(FILES)
-    async with early(worker) as b:
+    # The one with an unknown model waits as long.
+    async with early(worker, worker_wait_s=30.0) as b:
         calls = [b.stub.Generate(request(request_id=str(i), model=("", "m")[i % 2])) for i in range(4)]
         calls += [b.stub.Generate(request(model="other"))]
         await until(lambda: b.router.pool.tables()["early"] == 5)
