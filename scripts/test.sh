@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Runs the named parts of tests/ in two lanes side by side: parts that compute, one after the other, at a lower priority,
 # and beside them parts that mostly wait (for processes that start, for leases, for silences); the lane that has ended
-# first takes the kernels. So the cores are busy all the time, and what measures times comes first. Parts of one kind are
-# one run of pytest, which imports and collects once. A run's output is shown when it has ended, with its own summary;
-# goes on after one that fails.
+# first takes the kernels, then parity. So the cores are busy all the time, and what measures times comes first. Parts of
+# one kind are one run of pytest, which imports and collects once. A run's output is shown when it has ended, with its own
+# summary; goes on after one that fails.
 # PYTEST_MARK chooses tests by marker (default: all but the slow and the long ones).
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit
@@ -34,7 +34,7 @@ outcome() {
 lane() {
   case "$1" in
   services) echo waiting ;;
-  kernels) echo either ;;
+  kernels | parity) echo either ;;
   *) echo computing ;;
   esac
 }
