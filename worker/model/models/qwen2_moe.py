@@ -10,7 +10,6 @@ from typing_extensions import override
 from kernels.interface import Routing
 from worker.config.model_config import ModelConfig
 from worker.model.layers.build import Build
-from worker.model.layers.linear import WHOLE, ColumnLinear
 from worker.model.layers.moe import ExpertNames, ExpertRouter, MoE, MoEConfig
 from worker.model.models.llama import LlamaAttention, LlamaMLP, dense_shapes
 from worker.model.models.qwen2 import Qwen2ForCausalLM
@@ -29,7 +28,7 @@ class Qwen2MoeAttention(LlamaAttention):
 
 
 class SharedExpert:
-    """A network that every row uses, weighted by the sigmoid of a product of the row.
+    """A network that every row uses, weighted by the sigmoid of a product of the row: an expert that is always chosen.
 
     Args:
         build: shared by the layers.
@@ -39,11 +38,13 @@ class SharedExpert:
 
     def __init__(self, build: Build, prefix: str, inner: int) -> None:
         self._network = LlamaMLP(build, f"{prefix}.shared_expert", inner)
-        self._gate = ColumnLinear(build, {f"{prefix}.shared_expert_gate": WHOLE})
+        # A router of one expert: torch's own sigmoid has other bits at the end of a batch.
+        self._gate = ExpertRouter(build, f"{prefix}.shared_expert_gate", Routing(1, scoring="sigmoid"))
 
     def partial(self, x: torch.Tensor) -> torch.Tensor:
         """[T, H] -> [T, H], this rank's summand"""
-        return self._network.partial(x) * self._gate(x).sigmoid()
+        _, weights = self._gate(x)
+        return self._network.partial(x) * weights.to(x.dtype)
 
 
 class Qwen2MoeForCausalLM(Qwen2ForCausalLM):
