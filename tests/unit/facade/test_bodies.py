@@ -38,15 +38,16 @@ def text_of(value: Any) -> str:
     return json.dumps(value)
 
 
-def repeated(value: Any, path: str = "") -> set[str]:
-    """Paths of all repeated names."""
+def repeated(value: Any, path: str | None = None) -> set[str]:
+    """Paths of all repeated names; the body's own path is None, because a name may be empty."""
     found: set[str] = set()
     if isinstance(value, Pairs):
         names = [name for name, _ in value]
-        found = {f"{path}.{name}".removeprefix(".") for name in names if names.count(name) > 1}
-        inner = [(f"{path}.{name}".removeprefix("."), each) for name, each in value]
+        place = "" if path is None else f"{path}."
+        found = {place + name for name in names if names.count(name) > 1}
+        inner = [(place + name, each) for name, each in value]
     else:
-        inner = [(f"{path}[{i}]", each) for i, each in enumerate(value)] if isinstance(value, list) else []
+        inner = [(f"{path or ''}[{i}]", each) for i, each in enumerate(value)] if isinstance(value, list) else []
     return found.union(*(repeated(each, place) for place, each in inner))
 
 
