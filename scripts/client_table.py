@@ -18,7 +18,7 @@ from xml.etree import ElementTree
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "reference" / "clients.md"
 BEGIN: Final = "<!-- Made by `python -m scripts.client_table`. -->"
-END: Final = "<!-- The end of what it has made. -->"
+END: Final = "<!-- End of the generated part. -->"
 NOT_RUN: Final = "not run"
 _MARKER: Final = "client"
 _HEAD: Final = "| client | version | tried | result | test |\n| --- | --- | --- | --- | --- |\n"
@@ -45,7 +45,7 @@ class Row:
 
     @property
     def trial(self) -> Trial:
-        """Client and what is tried, which no other row has."""
+        """Client and feature; unique among the rows."""
         return self.client, self.tried
 
     @property

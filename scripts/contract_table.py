@@ -24,7 +24,7 @@ from router.api.served_fields import SERVED
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "contributing" / "contract-coverage.md"
 BEGIN: Final = "<!-- Made by `python -m scripts.contract_table`. -->"
-END: Final = "<!-- The end of what it has made. -->"
+END: Final = "<!-- End of the generated part. -->"
 MARKER: Final = "proto_field"
 _REFUSED_BY: Final = "e2e/test_router.py::test_every_field_is_served_or_refused_by_name"
 # Field of an answer, or a message of it as a whole, -> the field of a request that asks for it.

@@ -104,8 +104,13 @@ class StepDumps:
                 with suppress(RuntimeError):
                     loop.call_soon_threadsafe(done.set)
 
-        # A daemon: a file system that hangs must not keep the process from ending.
-        threading.Thread(target=run, name="step dump", daemon=True).start()
+        try:
+            # A daemon: a file system that hangs must not keep the process from ending.
+            threading.Thread(target=run, name="step dump", daemon=True).start()
+        except RuntimeError as error:
+            # The machine gives no more threads.
+            log.warning("steps not dumped", folder=str(self._folder), error=str(error))
+            return
         with suppress(TimeoutError):
             async with asyncio.timeout(STEP_DUMP_WAIT_S):
                 await done.wait()

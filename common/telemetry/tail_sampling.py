@@ -86,7 +86,8 @@ class SlowSpanKeeper(SpanProcessor):
         if context.trace_flags.sampled:
             self._following.on_end(span)
         elif parent is not None and not parent.is_remote:
-            self._hold(parent.span_id, span)
+            # What it kept waiting waits for the same root now.
+            self._hold(parent.span_id, [*self._take(context.span_id), span])
         else:
             below = self._take(context.span_id)
             if self._is_kept(span):
@@ -104,10 +105,10 @@ class SlowSpanKeeper(SpanProcessor):
         """True if what was passed on was exported in time."""
         return self._following.force_flush(timeout_millis)
 
-    def _hold(self, root: int, span: ReadableSpan) -> None:
+    def _hold(self, root: int, spans: list[ReadableSpan]) -> None:
         with self._lock:
-            self._held.setdefault(root, []).append(span)
-            self._num_held += 1
+            self._held.setdefault(root, []).extend(spans)
+            self._num_held += len(spans)
             while self._num_held > self._max_held:
                 self._num_held -= len(self._held.popitem(last=False)[1])
 

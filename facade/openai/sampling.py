@@ -163,7 +163,7 @@ class AnswerBody(Body, kw_only=True):
         return self.best_of is not None and self.best_of > self.num_choices
 
     def choices_of(self, answers: Sequence[Answer]) -> Sequence[Answer]:
-        """The answers of the response: with a selection those of the highest mean logprob, the best one first."""
+        """Answers of the response; with `best_of` those with the highest mean logprob, the best one first."""
         if not self.has_selection:
             return answers
         # The sort is stable: of equals the lower index is first, as in GenerateOnce.

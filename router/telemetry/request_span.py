@@ -1,4 +1,4 @@
-"""The router's span of one RPC, and what it records of the request."""
+"""Span of one RPC at the router, with attributes of its request and spans of its phases."""
 
 from __future__ import annotations
 

@@ -87,6 +87,23 @@ def test_slow_sequence_of_unsampled_trace_is_kept_on_its_worker() -> None:
         assert len(tail.exported()) == kept
 
 
+def test_spans_at_any_depth_wait_for_the_root() -> None:
+    for slow_s, kept in ((0.0, ["step", "phase", "root"]), (1000.0, [])):
+        exporter = InMemorySpanExporter()
+        keeper = SlowSpanKeeper(SimpleSpanProcessor(exporter), slow_s)
+        provider = TracerProvider(RecordAll(ALWAYS_OFF), shutdown_on_exit=False)
+        provider.add_span_processor(keeper)
+        tracer = provider.get_tracer("test")
+        with (
+            tracer.start_as_current_span("root"),
+            tracer.start_as_current_span("phase"),
+            tracer.start_as_current_span("step"),
+        ):
+            pass
+        assert [span.name for span in exporter.get_finished_spans()] == kept
+        assert keeper.num_held == 0
+
+
 def test_no_span_waits_after_many_requests() -> None:
     tail = Tail(slow_s=1000.0)
     for _ in range(2000):
