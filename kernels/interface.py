@@ -13,17 +13,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Final, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from kernels.grouped_weight import GroupedWeight
 from kernels.penalties import Penalties
 from kernels.upload import slots_at
 
 # The granularity of a weight's scales (QUANT_TYPES of the configuration): `per_token` is one for each row.
-QuantType = Literal["per_token", "per_1x32", "per_1x128", "per_128x128"]
+QuantType = Literal["per_token", "per_1x32", "per_1x128", "per_128x128", "per_group"]
 PackedLinear = Any
 PackedHeads = Any
 PackedExperts = Any
@@ -274,12 +275,15 @@ class QuantizedFormat:
     """Storage format of a quantized weight.
 
     Attributes:
-        numbers: dtype: int8, float8_e4m3fn or float8_e4m3fnuz; uint8 for MXFP4.
-        quant_type: `per_1x32` means MXFP4.
+        numbers: dtype: int8, float8_e4m3fn or float8_e4m3fnuz; uint8 for MXFP4 and GroupedWeight.
+        quant_type: `per_1x32` means MXFP4, `per_group` any GroupedWeight.
     """
 
     numbers: torch.dtype
     quant_type: QuantType
+
+
+GROUPED: Final = QuantizedFormat(torch.uint8, "per_group")
 
 
 @dataclass(frozen=True)
@@ -313,6 +317,9 @@ class QuantizedWeight:
         return rows, 2 * width if self.quant_type == "per_1x32" else width
 
 
+AnyWeight = torch.Tensor | QuantizedWeight | GroupedWeight
+
+
 @dataclass(frozen=True)
 class ExpertWeights:
     """One expert's feed-forward network, or a rank's I of its inner units, in any float dtype or as it is stored.
@@ -326,8 +333,8 @@ class ExpertWeights:
         down_bias: [H] or None.
     """
 
-    gate_up: torch.Tensor | QuantizedWeight
-    down: torch.Tensor | QuantizedWeight
+    gate_up: AnyWeight
+    down: AnyWeight
     gate_up_bias: torch.Tensor | None = None
     down_bias: torch.Tensor | None = None
 
@@ -566,14 +573,14 @@ class LinearOps(Protocol):
 
     def pack(
         self,
-        weight: torch.Tensor | QuantizedWeight,
+        weight: AnyWeight,
         bias: torch.Tensor | None,
         dtype: torch.dtype,
         packed_format: PackedFormat | None = None,
     ) -> PackedLinear:
         """Brings a weight [N, K] and a bias [N] of any float dtype into the back end's layout, in `dtype`.
 
-        `packed_format` comes from `KernelBackend.packed_format`; None keeps `dtype`, and a QuantizedWeight as it is
+        `packed_format` comes from `KernelBackend.packed_format`; None keeps `dtype`, and a quantized weight as it is
         where `keeps_quantized` says so. The result may share the weight's memory, which must therefore stay unchanged.
         """
         ...
@@ -582,8 +589,12 @@ class LinearOps(Protocol):
         """x [T, K] times the packed weight, plus its bias: [T, N] in the model dtype."""
         ...
 
+    def has_rows(self, packed: PackedLinear) -> bool:
+        """True if a packed weight holds floats, whose rows `rows` can read."""
+        ...
+
     def rows(self, packed: PackedLinear, ids: torch.Tensor) -> torch.Tensor:
-        """Rows `ids` int64 [T] of a packed weight [N, K], in its dtype: [T, K]; not of one with a `PackedFormat`.
+        """Rows `ids` int64 [T] of a packed weight [N, K] that `has_rows`, in its dtype: [T, K].
 
         For embeddings that are heads too.
         """
@@ -885,7 +896,7 @@ class KernelBackend(Protocol):
     def keeps_quantized(self, stored: QuantizedFormat, dtype: torch.dtype) -> bool:
         """True if products of a model in `dtype` multiply weights of that format as they are.
 
-        If not, they are best given as floats: a QuantizedWeight of it is dequantized when it is packed.
+        If not, they are best given as floats: a quantized weight is dequantized when it is packed.
         """
         ...
 

@@ -8,8 +8,8 @@ from typing import Final
 
 import torch
 
-from kernels import float8
-from kernels.interface import QuantizedWeight, QuantType
+from kernels import float8, grouped_weight
+from kernels.interface import AnyWeight, QuantizedWeight, QuantType
 
 # Rows, and columns, of a block of `per_128x128`.
 _BLOCK = 128
@@ -23,9 +23,11 @@ _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3
 _FP4_PAIRS = torch.tensor([[_FP4[byte & 15], _FP4[byte >> 4]] for byte in range(256)])
 
 
-def as_floats(weight: torch.Tensor | QuantizedWeight) -> torch.Tensor:
+def as_floats(weight: AnyWeight) -> torch.Tensor:
     """A weight [N, K] of floats unchanged; a quantized one as float32, each number times its scale, rounded once."""
-    return weight if isinstance(weight, torch.Tensor) else _dequantized(weight)
+    if isinstance(weight, torch.Tensor):
+        return weight
+    return _dequantized(weight) if isinstance(weight, QuantizedWeight) else grouped_weight.dequantized(weight)
 
 
 def fp4_numbers(stored: torch.Tensor) -> torch.Tensor:

@@ -329,6 +329,7 @@ ORDER = {
         "decoder_layers.py",
         "quantized_weight.py",
         "interface.py",
+        "grouped_weight.py",
         "penalties.py",
         "philox.py",
         "no_token.py",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from kernels.grouped_weight import GroupedWeight
 from kernels.interface import QuantizedWeight, QuantType
 from tests.quantizers import SCHEMES
 
@@ -38,3 +39,27 @@ def quantized_weight(scheme: str, weight: torch.Tensor) -> tuple[QuantizedWeight
     elif quant_type != "per_1x32":
         scales = scales.float()
     return QuantizedWeight(numbers, scales, quant_type), torch.from_numpy(worth)
+
+
+def grouped_weight(
+    rows: int,
+    inner: int,
+    bits: int,
+    group: int,
+    scale_dtype: torch.dtype,
+    with_zeros: bool,
+    with_offsets: bool,
+    ordered: bool,
+) -> GroupedWeight:
+    """Random codes with the given parts; the same for the same arguments."""
+    draw = torch.Generator().manual_seed(rows * inner + group)
+    groups = -(-inner // group)
+    return GroupedWeight(
+        torch.randint(0, 1 << bits, (rows, inner), dtype=torch.uint8, generator=draw),
+        bits,
+        group,
+        (torch.rand(rows, groups, generator=draw) / (1 << bits) + 0.01).to(scale_dtype),
+        torch.randint(0, 1 << bits, (rows, groups), dtype=torch.uint8, generator=draw) if with_zeros else None,
+        torch.randn(rows, groups, generator=draw) / 4 if with_offsets else None,
+        torch.randperm(inner, generator=draw) if ordered else None,
+    )

@@ -17,7 +17,7 @@ import torch
 from kernels.aiter.dispatch import NARROW, Choices, text
 from kernels.aiter.library import AiterLibrary
 from kernels.aiter.weights import shuffled
-from kernels.interface import ExpertWeights, PackedFormat, QuantizedFormat, QuantizedWeight
+from kernels.interface import AnyWeight, ExpertWeights, PackedFormat, QuantizedFormat, QuantizedWeight
 from kernels.triton_backend.packed_weight import other_fp8
 
 # Numbers of K, and rows, of a block; numbers of an input that share a scale.
@@ -108,7 +108,7 @@ class AiterBlocks:
         return numbers.contiguous(), scales.contiguous()
 
 
-def _format(weight: torch.Tensor | QuantizedWeight) -> QuantizedFormat | None:
+def _format(weight: AnyWeight) -> QuantizedFormat | None:
     return weight.format if isinstance(weight, QuantizedWeight) else None
 
 

@@ -11,7 +11,15 @@ from kernels.aiter.blocks import AiterBlockLinear, AiterBlocks
 from kernels.aiter.dispatch import Choices, refuse_dtype, refuse_packed
 from kernels.aiter.library import AiterLibrary
 from kernels.aiter.weights import mark_shuffled, scaled
-from kernels.interface import KernelBackend, LinearOps, PackedFormat, PackedHeads, PackedLinear, QuantizedWeight
+from kernels.interface import (
+    AnyWeight,
+    KernelBackend,
+    LinearOps,
+    PackedFormat,
+    PackedHeads,
+    PackedLinear,
+    QuantizedWeight,
+)
 
 
 @dataclass(frozen=True)
@@ -65,13 +73,13 @@ class AiterLinearOps(LinearOps):
     @override
     def pack(
         self,
-        weight: torch.Tensor | QuantizedWeight,
+        weight: AnyWeight,
         bias: torch.Tensor | None,
         dtype: torch.dtype,
         packed_format: PackedFormat | None = None,
     ) -> PackedLinear:
-        if isinstance(weight, QuantizedWeight):
-            if self._blocks.takes_linear(weight, dtype, packed_format):
+        if not isinstance(weight, torch.Tensor):
+            if isinstance(weight, QuantizedWeight) and self._blocks.takes_linear(weight, dtype, packed_format):
                 return self._blocks.pack_linear(weight, bias, dtype)
             return self._other.pack(weight, bias, dtype, packed_format)
         operation = "linear" if packed_format is None else "quantized_linear"
@@ -106,6 +114,12 @@ class AiterLinearOps(LinearOps):
             "aiter.ops.gemm_op_a8w8:gemm_a8w8_bpreshuffle", rounded, packed.weight, scale, packed.scale, dtype=x.dtype
         )
         return out if packed.bias is None else out.add_(packed.bias)
+
+    @override
+    def has_rows(self, packed: PackedLinear) -> bool:
+        if isinstance(packed, AiterScaledLinear | AiterBlockLinear):
+            return False
+        return isinstance(packed, AiterLinear) or self._other.has_rows(packed)
 
     @override
     def rows(self, packed: PackedLinear, ids: torch.Tensor) -> torch.Tensor:

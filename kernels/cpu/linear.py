@@ -12,7 +12,7 @@ from typing_extensions import override
 from kernels import large_pages
 from kernels.cpu.fallback import Fallback
 from kernels.cpu.library import CACHE_LINE, DTYPES, PACKED_DTYPES, PANEL, check
-from kernels.interface import LinearOps, PackedFormat, QuantizedWeight
+from kernels.interface import AnyWeight, LinearOps, PackedFormat
 from kernels.quantized_weight import as_floats
 from kernels.torch_backend.linear import PackedHeads, PackedLinear
 
@@ -60,7 +60,7 @@ class CpuLinearOps(LinearOps):
     @override
     def pack(
         self,
-        weight: torch.Tensor | QuantizedWeight,
+        weight: AnyWeight,
         bias: torch.Tensor | None,
         dtype: torch.dtype,
         packed_format: PackedFormat | None = None,
@@ -74,6 +74,10 @@ class CpuLinearOps(LinearOps):
     @override
     def apply(self, x: torch.Tensor, packed: PanelLinear | PackedLinear) -> torch.Tensor:
         return linear(self._library, x, packed) if isinstance(packed, PanelLinear) else self._torch.apply(x, packed)
+
+    @override
+    def has_rows(self, packed: PanelLinear | PackedLinear) -> bool:
+        return not isinstance(packed, PanelLinear) or packed.code in DTYPES.values()
 
     @override
     def rows(self, packed: PanelLinear | PackedLinear, ids: torch.Tensor) -> torch.Tensor:

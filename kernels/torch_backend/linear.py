@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from typing_extensions import override
 
-from kernels.interface import LinearOps, PackedFormat, QuantizedWeight
+from kernels.interface import AnyWeight, LinearOps, PackedFormat
 from kernels.quantized_weight import as_floats
 from kernels.torch_backend.sampling import argmax
 
@@ -52,7 +52,7 @@ class TorchLinearOps(LinearOps):
     @override
     def pack(
         self,
-        weight: torch.Tensor | QuantizedWeight,
+        weight: AnyWeight,
         bias: torch.Tensor | None,
         dtype: torch.dtype,
         packed_format: PackedFormat | None = None,
@@ -66,6 +66,10 @@ class TorchLinearOps(LinearOps):
         out = x.new_empty(tiles.shape[0], packed.weight_t.shape[1])
         multiply(tiles, out, [packed] * (len(tiles) // ROW_TILE))
         return out[: x.shape[0]]
+
+    @override
+    def has_rows(self, packed: PackedLinear) -> bool:
+        return True
 
     @override
     def rows(self, packed: PackedLinear, ids: torch.Tensor) -> torch.Tensor:

@@ -17,8 +17,8 @@ import triton.language as tl
 from typing_extensions import override
 
 from kernels import float8
-from kernels.interface import ClampedSwiglu, ExpertOps, ExpertWeights, PackedFormat, QuantizedWeight, Routing
-from kernels.quantized_weight import with_row_scales
+from kernels.interface import AnyWeight, ClampedSwiglu, ExpertOps, ExpertWeights, PackedFormat, QuantizedWeight, Routing
+from kernels.quantized_weight import as_floats, with_row_scales
 from kernels.triton_backend import mxfp4, packed_weight
 from kernels.triton_backend.launch import launch
 from kernels.triton_backend.linear import quantize_rows
@@ -138,10 +138,10 @@ def pack(
     if packed_format is not None and packed_format not in _FORMATS:
         raise ValueError(f"experts in {dtype} cannot be packed as {packed_format}")
 
-    def one(weight: torch.Tensor | QuantizedWeight, bias: torch.Tensor | None) -> StackedWeights:
+    def one(weight: AnyWeight, bias: torch.Tensor | None) -> StackedWeights:
         if isinstance(weight, QuantizedWeight):
             return _stored(weight, bias, dtype, fp8, device)
-        return _packed(weight, bias, dtype, packed_format, device)
+        return _packed(as_floats(weight), bias, dtype, packed_format, device)
 
     gate_up: list[StackedWeights] = []
     down: list[StackedWeights] = []
@@ -159,9 +159,9 @@ def _in_turn(rows: torch.Tensor) -> torch.Tensor:
     return torch.stack(float8.raw(rows).chunk(2), 1).flatten(0, 1).view(rows.dtype)
 
 
-def _weight_in_turn(weight: torch.Tensor | QuantizedWeight, device: torch.device) -> torch.Tensor | QuantizedWeight:
-    if isinstance(weight, torch.Tensor):
-        return _in_turn(weight.to(device))
+def _weight_in_turn(weight: AnyWeight, device: torch.device) -> AnyWeight:
+    if not isinstance(weight, QuantizedWeight):
+        return _in_turn(as_floats(weight).to(device))
     if weight.shape[0] % (2 * GROUP):
         # A block may hold gates and ups.
         weight = with_row_scales(weight)

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from typing_extensions import override
 
-from kernels.interface import LinearOps, PackedFormat, QuantizedWeight
+from kernels.interface import AnyWeight, LinearOps, PackedFormat, QuantizedWeight
 from kernels.triton_backend import packed_weight
 from kernels.triton_backend.launch import launch
 from kernels.triton_backend.packed_weight import GROUP, PackedWeight
@@ -377,7 +377,7 @@ class TritonLinearOps(LinearOps):
     @override
     def pack(
         self,
-        weight: torch.Tensor | QuantizedWeight,
+        weight: AnyWeight,
         bias: torch.Tensor | None,
         dtype: torch.dtype,
         packed_format: PackedFormat | None = None,
@@ -394,6 +394,10 @@ class TritonLinearOps(LinearOps):
     @override
     def apply(self, x: torch.Tensor, packed: PackedWeight) -> torch.Tensor:
         return linear(x, packed, self._settings)
+
+    @override
+    def has_rows(self, packed: PackedWeight) -> bool:
+        return packed.scales is None
 
     @override
     def rows(self, packed: PackedWeight, ids: torch.Tensor) -> torch.Tensor:

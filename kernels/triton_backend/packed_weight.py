@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from kernels import float8
-from kernels.interface import PackedFormat, QuantizedFormat, QuantizedWeight
+from kernels.interface import AnyWeight, PackedFormat, QuantizedFormat, QuantizedWeight
 from kernels.quantized_weight import as_floats
 from kernels.triton_backend.target import CompileTarget
 
@@ -110,7 +110,7 @@ def keeps(stored: QuantizedFormat, dtype: torch.dtype, target: CompileTarget) ->
 
 
 def kept(
-    weight: torch.Tensor | QuantizedWeight,
+    weight: AnyWeight,
     dtype: torch.dtype,
     packed_format: PackedFormat | None,
     target: CompileTarget,

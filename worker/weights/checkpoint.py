@@ -15,9 +15,11 @@ import torch
 from common.files import UnreadableFileError, is_regular, read_json_file
 from common.limits import MAX_WEIGHT_INDEX_BYTES
 from common.params.config_parts import QuantizationConfig
+from kernels.grouped_weight import GroupedWeight
 from kernels.interface import QuantizedWeight
 from worker.config.model_config import ModelError
 from worker.config.stored_names import INDEX_FILE
+from worker.weights.grouped_tensors import GroupedTensor
 from worker.weights.safetensors_file import Entry, Shape, header_bytes, read_entries
 from worker.weights.stored_tensors import Files, Index, MatrixPart, QuantizedTensor, StoredTensor
 from worker.weights.tensor_index import CheckpointIndex, some
@@ -146,16 +148,16 @@ class Weights:
         if list(out.shape) != shape:
             raise ValueError(f"{name}: the part is {shape}, the place for it {list(out.shape)}")
         tensor.copy(self._files, index, out)
-        if isinstance(tensor, QuantizedTensor):
+        if isinstance(tensor, QuantizedTensor | GroupedTensor):
             self.use.dequantized.setdefault(name, "the model wants floats")
         self._count(name, math.prod(shape))
 
-    def quantized(self, name: str) -> QuantizedTensor | None:
+    def quantized(self, name: str) -> QuantizedTensor | GroupedTensor | None:
         """Quantization of a tensor; None if it is stored as floats."""
         tensor = self._tensors[name]
-        return tensor if isinstance(tensor, QuantizedTensor) else None
+        return tensor if isinstance(tensor, QuantizedTensor | GroupedTensor) else None
 
-    def take_quantized(self, part: MatrixPart) -> QuantizedWeight:
+    def take_quantized(self, part: MatrixPart) -> QuantizedWeight | GroupedWeight:
         """Reads a part of a quantized tensor in its stored format, into new memory.
 
         Raises:

@@ -12,7 +12,7 @@ import torch
 
 from common.config import Config
 from common.params.sampling_params import SamplingParams
-from kernels.interface import PackedFormat, QuantizedWeight
+from kernels.interface import AnyWeight, PackedFormat
 from kernels.quantized_weight import as_floats
 from kernels.torch_backend import linear as row_tiles
 from kernels.torch_backend.backend import TorchBackend
@@ -44,7 +44,7 @@ class RoundingLinearOps(row_tiles.TorchLinearOps):
 
     def pack(
         self,
-        weight: torch.Tensor | QuantizedWeight,
+        weight: AnyWeight,
         bias: torch.Tensor | None,
         dtype: torch.dtype,
         packed_format: PackedFormat | None = None,

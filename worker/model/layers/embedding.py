@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from kernels.interface import PackedLinear
+from kernels.grouped_weight import GroupedWeight, padded_rows
+from kernels.interface import AnyWeight, PackedLinear
 from kernels.no_token import NO_TOKEN
 from worker.model.layers.build import Build
+from worker.model.layers.product import product_weight, stay_quantized
+from worker.weights.grouped_tensors import GroupedTensor
+from worker.weights.stored_tensors import MatrixPart
 
 
 class Embedding:
@@ -32,8 +36,7 @@ class Embedding:
         self._num_rows = share
         self.hidden_size = build.config.hidden_size
         self.packed: PackedLinear = head_weight(build, name) if for_head else None
-        # A quantized head weight no longer has the checkpoint's rows.
-        kept = not for_head or build.packed_format is not None
+        kept = not for_head or not self._linear.has_rows(self.packed)
         self._weight = self._kept_rows(build, name, rows, share) if kept else None
 
     @staticmethod
@@ -66,9 +69,21 @@ def head_weight(build: Build, name: str) -> PackedLinear:
     share, rows = _share(build)
 
     def pack() -> PackedLinear:
-        return build.kernels.linear.pack(_read(build, name, rows, share), None, build.dtype, build.packed_format)
+        weight = _codes(build, name, rows, share)
+        weight = _read(build, name, rows, share) if weight is None else weight
+        return build.kernels.linear.pack(weight, None, build.dtype, build.packed_format)
 
     return build.kept.keep(name, pack)
+
+
+def _codes(build: Build, name: str, rows: slice, share: int) -> AnyWeight | None:
+    """This rank's rows as `_read`, in the checkpoint's codes; None if they are stored or multiplied otherwise."""
+    product = [MatrixPart(f"{name}.weight", rows)]
+    is_grouped = isinstance(build.weights.quantized(f"{name}.weight"), GroupedTensor)
+    if not is_grouped or not stay_quantized(build, [product]):
+        return None
+    weight = product_weight(build, product, True)
+    return padded_rows(weight, share) if isinstance(weight, GroupedWeight) else weight
 
 
 def _share(build: Build) -> tuple[int, slice]:

@@ -6,11 +6,13 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from kernels.interface import QuantizedFormat, QuantizedWeight
-from kernels.quantized_weight import joined_quant_type, joined_weights
+from kernels.grouped_weight import GroupedWeight, have_one_order, joined
+from kernels.interface import GROUPED, AnyWeight, QuantizedFormat, QuantizedWeight
+from kernels.quantized_weight import as_floats, joined_quant_type, joined_weights
 from worker.model.layers.build import Build
 from worker.weights.checkpoint import Weights
-from worker.weights.stored_tensors import MatrixPart
+from worker.weights.grouped_tensors import GroupedTensor
+from worker.weights.stored_tensors import MatrixPart, QuantizedTensor
 
 # Parts of matrices that are stacked into one weight.
 Product = Sequence[MatrixPart]
@@ -31,12 +33,22 @@ def stay_quantized(build: Build, products: Iterable[Product]) -> bool:
     return reason is None
 
 
-def product_weight(build: Build, product: Product, stays: bool) -> torch.Tensor | QuantizedWeight:
+def product_weight(build: Build, product: Product, stays: bool) -> AnyWeight:
     """[N, K], read once: in its stored format if `stays` (`stay_quantized`), otherwise in the model's dtype."""
     if not stays:
         return product_floats(build, product)
     parts = [build.weights.take_quantized(part) for part in product]
-    return parts[0] if len(parts) == 1 else joined_weights(parts)
+    if len(parts) == 1:
+        return parts[0]
+    grouped = [part for part in parts if isinstance(part, GroupedWeight)]
+    if not grouped:
+        return joined_weights([part for part in parts if isinstance(part, QuantizedWeight)])
+    if have_one_order(grouped):
+        return joined(grouped)
+    names = [part.name for part in product]
+    build.weights.use.kept.difference_update(names)
+    build.weights.use.dequantized.update(dict.fromkeys(names, "parts of the product order their columns differently"))
+    return torch.cat([as_floats(part).to(build.dtype) for part in grouped])
 
 
 def product_floats(build: Build, product: Product) -> torch.Tensor:
@@ -58,13 +70,20 @@ def _refusal(build: Build, products: Sequence[Product]) -> str | None:
         if isinstance(stored, str):
             return stored
         formats.add(stored)
+    if len(products) > 1 and any(_has_order(build.weights, product) for product in products):
+        return "experts are stored in an order by activation"
     if len(formats) > 1:
         return "experts are stored in several formats"
     (stored,) = formats
     if build.kernels.keeps_quantized(stored, build.dtype):
         return None
-    numbers = str(stored.numbers).removeprefix("torch.")
+    numbers = "codes in groups" if stored == GROUPED else str(stored.numbers).removeprefix("torch.")
     return f"kernels {build.kernels.name!r} do not multiply {numbers}"
+
+
+def _has_order(weights: Weights, product: Product) -> bool:
+    found = (weights.quantized(part.name) for part in product)
+    return any(isinstance(tensor, GroupedTensor) and tensor.has_order for tensor in found)
 
 
 def _format(weights: Weights, product: Product) -> QuantizedFormat | str:
@@ -77,10 +96,14 @@ def _format(weights: Weights, product: Product) -> QuantizedFormat | str:
         refusal = tensor.refusal(part)
         if refusal is not None:
             return refusal
-    numbers = {tensor.numbers for tensor in tensors}
-    pairs = list(zip(tensors, product, strict=True))
+    if all(isinstance(tensor, GroupedTensor) for tensor in tensors):
+        return GROUPED
+    numbers = {tensor.numbers for tensor in tensors if isinstance(tensor, QuantizedTensor)}
+    pairs = [
+        (tensor, part) for tensor, part in zip(tensors, product, strict=True) if isinstance(tensor, QuantizedTensor)
+    ]
     types, rows = [one.part_quant_type(part) for one, part in pairs], [one.part_rows(part) for one, part in pairs]
     quant_type = joined_quant_type(types, rows)
-    if quant_type is None or len(numbers) > 1:
+    if quant_type is None or len(numbers) > 1 or len(pairs) < len(tensors):
         return "parts of the product are stored in several formats"
     return QuantizedFormat(numbers.pop(), quant_type)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import torch
 from typing_extensions import override
 
-from kernels.interface import ClampedSwiglu, ExpertWeights, QuantizedWeight, Routing
+from kernels.interface import AnyWeight, ClampedSwiglu, ExpertWeights, QuantizedWeight, Routing
 from kernels.quantized_weight import selected_rows
 from worker.config.model_config import ModelConfig, ModelError
 from worker.model.layers.build import Build, taken
@@ -102,7 +102,7 @@ def _experts(build: Build, prefix: str, config: MoEConfig) -> Iterator[ExpertWei
         )
 
 
-def _weight(build: Build, part: MatrixPart, stays: bool) -> torch.Tensor | QuantizedWeight:
+def _weight(build: Build, part: MatrixPart, stays: bool) -> AnyWeight:
     """[N, K] of one expert, as it is stored if it `stays`, else in the model's dtype."""
     if stays:
         return build.weights.take_quantized(part)
@@ -110,9 +110,10 @@ def _weight(build: Build, part: MatrixPart, stays: bool) -> torch.Tensor | Quant
     return build.weights.take(part.name, rows=one, middle=part.columns, columns=part.rows, dtype=build.dtype)[0].t()
 
 
-def _gates_then_ups(weight: torch.Tensor | QuantizedWeight) -> torch.Tensor | QuantizedWeight:
+def _gates_then_ups(weight: AnyWeight) -> AnyWeight:
     if isinstance(weight, QuantizedWeight):
         return selected_rows(weight, slice(0, None, 2), slice(1, None, 2))
+    assert isinstance(weight, torch.Tensor)
     # As it lies in memory, [K, N]: rows of a transposed view are copied number by number.
     stored = weight.t()
     return torch.cat((stored[:, 0::2], stored[:, 1::2]), dim=1).t()

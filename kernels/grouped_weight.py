@@ -1,0 +1,213 @@
+"""Weights as unsigned codes of 4 or 8 bits whose scales are shared by groups of columns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import gcd
+from typing import Final
+
+import torch
+
+# Columns of a block of the kernels. Every group divides it or is a multiple of it.
+BLOCK: Final = 128
+# Columns of the smallest group.
+SMALLEST_GROUP: Final = 16
+
+
+@dataclass(frozen=True)
+class GroupedWeight:
+    """A weight [N, K] of codes; its G groups are `group` adjacent columns each, the last perhaps fewer.
+
+    Column k's value in row n is scale[n, g] * (code[n, k] - zero[n, g]) - offset[n, g], with g = k // group. The
+    difference is an exact integer; product and subtraction are each rounded once to float32.
+
+    Attributes:
+        codes: uint8 [N, K], one in each byte, below 2 ** `bits`.
+        bits: 4 or 8.
+        group: columns that share a scale: 16, 32, 64, 128, a multiple of 128, or at least K.
+        scales: [N, G] in the float dtype that holds them exactly.
+        zeros: uint8 [N, G]; None for the middle code, 8 or 128.
+        offsets: float32 [N, G]; None for zeros.
+        order: int64 [K]: column k is column order[k] of the model's weight. None if columns are in their order.
+
+    Raises:
+        ValueError: kernels have no such group, or shapes do not go together.
+    """
+
+    codes: torch.Tensor
+    bits: int
+    group: int
+    scales: torch.Tensor
+    zeros: torch.Tensor | None = None
+    offsets: torch.Tensor | None = None
+    order: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        rows, inner = self.shape
+        if not is_group(self.group, inner):
+            raise ValueError(f"groups of {self.group} columns are not supported; supported: {GROUPS}")
+        groups = -(-inner // self.group)
+        for found in (self.scales, self.zeros, self.offsets):
+            if found is not None and found.shape != (rows, groups):
+                raise ValueError(f"{list(found.shape)} does not go with {rows} rows of {groups} groups")
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(N, K)"""
+        rows, inner = self.codes.shape
+        return rows, inner
+
+    @property
+    def middle(self) -> int:
+        """Code without a zero point that is worth 0."""
+        return 1 << (self.bits - 1)
+
+    def spread(self, of_groups: torch.Tensor) -> torch.Tensor:
+        """Repeats numbers [N, G] for each column of their group: float32 [N, K]."""
+        return of_groups.float().repeat_interleave(self.group, 1)[:, : self.shape[1]]
+
+
+GROUPS: Final = f"16, 32, 64, {BLOCK}, multiples of {BLOCK} and whole rows"
+
+
+def is_group(group: int, inner: int) -> bool:
+    """True if kernels multiply rows of `inner` columns by groups of that size."""
+    divides = group >= SMALLEST_GROUP and BLOCK % group == 0
+    return group > 0 and (divides or group % BLOCK == 0 or group >= inner)
+
+
+def dequantized(weight: GroupedWeight) -> torch.Tensor:
+    """Values of a weight in the model's order of columns, float32 [N, K], newly allocated."""
+    numbers = weight.codes.float()
+    numbers.sub_(weight.middle if weight.zeros is None else weight.spread(weight.zeros))
+    numbers.mul_(weight.spread(weight.scales))
+    if weight.offsets is not None:
+        numbers.sub_(weight.spread(weight.offsets))
+    if weight.order is None:
+        return numbers
+    return torch.empty_like(numbers).index_copy_(1, weight.order, numbers)
+
+
+def cut_refusal(columns: slice, inner: int, group: int, has_order: bool) -> str | None:
+    """Reason why `columns` of `inner` cannot stay in codes; None if they can."""
+    wanted = range(inner)[columns]
+    if len(wanted) == inner:
+        return None
+    if has_order:
+        return "columns of each rank cut an order by activation"
+    if not is_group(_cut_group(wanted, inner, group), len(wanted)):
+        return f"{len(wanted)} columns of each rank cut groups of {group}"
+    return None
+
+
+def column_part(weight: GroupedWeight, columns: slice) -> GroupedWeight:
+    """Some columns of a weight; where they cut its groups, in smaller groups.
+
+    Raises:
+        ValueError: they cannot stay in codes (`cut_refusal`).
+    """
+    inner = weight.shape[1]
+    refusal = cut_refusal(columns, inner, weight.group, weight.order is not None)
+    if refusal is not None:
+        raise ValueError(refusal)
+    wanted = range(inner)[columns]
+    if weight.group >= inner:
+        return replace(weight, codes=weight.codes[:, columns].contiguous()) if len(wanted) < inner else weight
+    split = _in_groups_of(weight, _cut_group(wanted, inner, weight.group))
+    groups = slice(wanted.start // split.group, -(-wanted.stop // split.group))
+    return replace(
+        split,
+        codes=split.codes[:, columns].contiguous(),
+        scales=split.scales[:, groups].contiguous(),
+        zeros=None if split.zeros is None else split.zeros[:, groups].contiguous(),
+        offsets=None if split.offsets is None else split.offsets[:, groups].contiguous(),
+    )
+
+
+def padded_rows(weight: GroupedWeight, rows: int) -> GroupedWeight:
+    """The weight with rows of zeros behind it, `rows` in all."""
+    more = (0, 0, 0, rows - weight.shape[0])
+    parts = (weight.codes, weight.scales, weight.zeros, weight.offsets)
+    codes, scales, zeros, offsets = (None if one is None else torch.nn.functional.pad(one, more) for one in parts)
+    assert codes is not None
+    assert scales is not None
+    return replace(weight, codes=codes, scales=scales, zeros=zeros, offsets=offsets)
+
+
+def have_one_order(weights: Sequence[GroupedWeight]) -> bool:
+    """True if the columns of all weights are in the same order."""
+    first = weights[0].order
+    if first is None:
+        return all(each.order is None for each in weights)
+    return all(each.order is not None and torch.equal(each.order, first) for each in weights)
+
+
+def alike(weights: Sequence[GroupedWeight]) -> list[GroupedWeight]:
+    """The same weights, each of as many columns, in one form: bits, group, dtype of scales, zeros and offsets."""
+    bits = max(each.bits for each in weights)
+    inner = weights[0].shape[1]
+    group = gcd(*(each.group for each in weights if each.group < inner)) or inner
+    dtypes = {each.scales.dtype for each in weights}
+    dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
+    has_zeros = len({each.bits for each in weights}) > 1 or any(each.zeros is not None for each in weights)
+    has_offsets = any(each.offsets is not None for each in weights)
+    made = []
+    for each in weights:
+        split = _in_groups_of(each, group)
+        zeros, offsets = split.zeros, split.offsets
+        if has_zeros and zeros is None:
+            zeros = torch.full(split.scales.shape, split.middle, dtype=torch.uint8)
+        if has_offsets and offsets is None:
+            offsets = torch.zeros(split.scales.shape)
+        made.append(replace(split, bits=bits, scales=split.scales.to(dtype), zeros=zeros, offsets=offsets))
+    return made
+
+
+def joined(weights: Sequence[GroupedWeight]) -> GroupedWeight:
+    """Concatenates weights along their rows, in a form that holds each exactly.
+
+    Raises:
+        ValueError: their columns are in different orders, or no group size fits all.
+    """
+    if not have_one_order(weights):
+        raise ValueError("columns of the product's parts are in different orders")
+    parts = alike(weights)
+    first = parts[0]
+
+    def stacked(of_parts: list[torch.Tensor | None]) -> torch.Tensor | None:
+        there = [one for one in of_parts if one is not None]
+        return torch.cat(there) if there else None
+
+    return replace(
+        first,
+        codes=torch.cat([each.codes for each in parts]),
+        scales=torch.cat([each.scales for each in parts]),
+        zeros=stacked([each.zeros for each in parts]),
+        offsets=stacked([each.offsets for each in parts]),
+    )
+
+
+def _cut_group(wanted: range, inner: int, group: int) -> int:
+    """Largest group size at whose multiples the columns `wanted` begin and end; the end of a row may be anywhere."""
+    if group >= inner:
+        return group
+    end = 0 if wanted.stop == inner else wanted.stop
+    return gcd(group, wanted.start, end)
+
+
+def _in_groups_of(weight: GroupedWeight, group: int) -> GroupedWeight:
+    """The same values in smaller groups, which divide the weight's, or with one for at least the whole row."""
+    inner = weight.shape[1]
+    if group == weight.group or weight.group >= inner <= group:
+        return weight
+    groups = -(-inner // group)
+
+    def split(of_groups: torch.Tensor | None) -> torch.Tensor | None:
+        if of_groups is None:
+            return None
+        return of_groups.index_select(1, torch.arange(groups) * group // weight.group)
+
+    scales = split(weight.scales)
+    assert scales is not None
+    return replace(weight, group=group, scales=scales, zeros=split(weight.zeros), offsets=split(weight.offsets))
