@@ -241,7 +241,9 @@ BESIDE = {
     "worker/session": names("config", "engine", "garbage.py"),
     "worker/engine": names(),
     "worker/ranks": names("config", "engine", "garbage.py", "kv_pool.py", "model", "progress.py"),
-    "worker/model": names("config", "engine", "grammars.py", "kv_pool.py", "progress.py", "weights"),
+    "worker/model": names(
+        "config", "engine", "grammars.py", "kv_pool.py", "model_download.py", "progress.py", "weights"
+    ),
     "worker/weights": names("config"),
     "worker/config": names(),
     "worker/simulation": names("config", "engine", "kv_pool.py"),
@@ -314,6 +316,7 @@ ORDER = {
         "config",
         "engine",
         "grammars.py",
+        "model_download.py",
         "progress.py",
         "garbage.py",
     ),

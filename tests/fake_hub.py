@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import re
@@ -38,13 +39,31 @@ class FakeRepo:
 
 @dataclass
 class FakeHub:
-    """A hub that serves; `requested` has the method and path of every request, `broken` answers all with 500."""
+    """A hub that serves.
+
+    Attributes:
+        endpoint: its URL.
+        token: opens gated repositories.
+        repos: repositories by name.
+        requested: method and path of every request.
+        ranges: header `Range` of every request for a file's content.
+        broken: True to answer all with 500.
+        cut: bytes of a file after which its connection breaks, by path; each breaks once.
+        fail_once: paths of files whose first request for their content is answered with 500.
+        sizes: sizes that the list of files claims, by path.
+        held: a file's content stops behind its first byte until this is set, if there is such an event.
+    """
 
     endpoint: str = ""
     token: str = "hf_right"
     repos: dict[str, FakeRepo] = field(default_factory=dict)
     requested: list[str] = field(default_factory=list)
+    ranges: list[str] = field(default_factory=list)
     broken: bool = False
+    cut: dict[str, int] = field(default_factory=dict)
+    fail_once: set[str] = field(default_factory=set)
+    sizes: dict[str, int] = field(default_factory=dict)
+    held: threading.Event | None = None
 
     def downloaded(self) -> set[str]:
         """Paths of files that were read."""
@@ -75,6 +94,7 @@ def fake_hub() -> Iterator[FakeHub]:
 class _Handler(BaseHTTPRequestHandler):
     served: FakeHub
     protocol_version = "HTTP/1.1"
+    _cut: int | None = None
 
     def do_GET(self) -> None:
         self._answer(body=True)
@@ -108,7 +128,14 @@ class _Handler(BaseHTTPRequestHandler):
         return result
 
     def _info(self, repo: FakeRepo, commit: str, match: re.Match[str]) -> tuple[int, bytes, dict[str, str]]:
-        siblings = [{"rfilename": path} for path in repo.files(commit)]
+        siblings = [
+            {
+                "rfilename": path,
+                "size": self.served.sizes.get(path, len(content)),
+                "blobId": hashlib.sha1(content).hexdigest(),
+            }
+            for path, content in repo.files(commit).items()
+        ]
         info = {"id": match["repo"], "modelId": match["repo"], "sha": commit, "siblings": siblings, "private": False}
         return 200, json.dumps(info).encode(), {"Content-Type": "application/json"}
 
@@ -122,10 +149,22 @@ class _Handler(BaseHTTPRequestHandler):
     def _file(self, repo: FakeRepo, commit: str, match: re.Match[str]) -> tuple[int, bytes, dict[str, str]]:
         if repo.gated and self.headers["Authorization"] != f"Bearer {self.served.token}":
             return 403, b"", {"X-Error-Code": "GatedRepo"}
-        content = repo.files(commit).get(match["path"])
+        path = match["path"]
+        content = repo.files(commit).get(path)
         if content is None:
             return 404, b"", {"X-Error-Code": "EntryNotFound"}
-        return 200, content, {"ETag": f'"{hashlib.sha1(content).hexdigest()}"', "X-Repo-Commit": commit}
+        if self.command == "GET" and path in self.served.fail_once:
+            self.served.fail_once.remove(path)
+            return 500, b"", {}
+        headers = {"ETag": f'"{hashlib.sha1(content).hexdigest()}"', "X-Repo-Commit": commit, "Accept-Ranges": "bytes"}
+        if self.command == "GET":
+            self._cut = self.served.cut.pop(path, None)
+            self.served.ranges.append(self.headers["Range"] or "")
+        if start := self.headers["Range"]:
+            first = int(start.removeprefix("bytes=").removesuffix("-"))
+            headers["Content-Range"] = f"bytes {first}-{len(content) - 1}/{len(content)}"
+            return 206, content[first:], headers
+        return 200, content, headers
 
     def _send(self, status: int, content: bytes, headers: dict[str, str], body: bool) -> None:
         self.send_response(status)
@@ -133,5 +172,13 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header(name, value)
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()
-        if body:
-            self.wfile.write(content)
+        if not body:
+            return
+        if self.served.held is not None and "ETag" in headers:
+            self.wfile.write(content[:1])
+            self.served.held.wait(60)
+            content = content[1:]
+        with contextlib.suppress(ConnectionError):
+            self.wfile.write(content[: self._cut])
+        if self._cut is not None:
+            self._cut, self.close_connection = None, True

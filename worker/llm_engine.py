@@ -24,7 +24,7 @@ from common.config import Config
 from common.constraints.check import GrammarChecker
 from common.constraints.forms import Constraint
 from common.errors import DuplicateRequestError, InvalidFieldError, NoOutputHeadError, NoTokenizerError
-from common.hub import HubError, model_folder
+from common.hub import HubError
 from common.params.pooling import EMBED_PARAMS, LABELS, VECTORS, Pooling, Vectors, finished
 from common.params.sampling_checks import TokenSequences
 from common.params.sampling_masks import check_tokens_left
@@ -44,6 +44,7 @@ from worker.engine.outputs import RequestOutput
 from worker.engine.sequence import EndReason, Sequence
 from worker.engine_factory import EngineOptions, build_engine
 from worker.kv_pool import size_given_pool
+from worker.model_download import model_folder
 from worker.progress import Silence, StartProgress
 from worker.ranks.topology import Topology
 from worker.session import request_validation

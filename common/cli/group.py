@@ -28,6 +28,9 @@ CHECKOUT = Path(__file__).resolve().parents[2]
 # Name -> one line for the list of commands. Kept here, so that the list imports no command.
 SUMMARIES = {
     "serve": "Serve a model on this machine: one router and its workers.",
+    "pull": "Download a model from the Hugging Face Hub.",
+    "list": "List the downloaded models, and whether they can be served.",
+    "rm": "Remove downloaded models.",
     "generate": "Ask a running router, or a checkpoint folder with --offline.",
     "chat": "Talk to a model of a running router.",
     "embed": "Turn texts into vectors, by a model of a running router.",

@@ -27,9 +27,9 @@ from common.cli.core.modes import ModalCommand
 from common.cli.core.options import options
 from common.config import Config
 from common.errors import ApiError
-from common.hub import HubError, model_folder
 from common.params.pooling import LAST
 from common.telemetry.logs import setup_logging
+from worker.cli.hub_models import command_model_folder
 from worker.cli.worker_modes import FIXED_KV_MEMORY, ON_CPU
 from worker.cli.worker_options import engine_options
 from worker.config.model_config import ModelConfig, ModelError
@@ -263,10 +263,10 @@ def warmup(log_level: str, model: str, **given: Any) -> None:
     setup_logging(log_level, service="warmup")
     require_jit_folder(given["kernels"], os.environ)
     try:
-        source = model_folder(model, weights=False)
+        source = command_model_folder(model, weights=False)
         with tempfile.TemporaryDirectory(prefix="fissile-warmup-") as folder:
             layers = blank_checkpoint(Path(folder), source)
             click.echo(f"model: {layers} layers of {model} with weights of zero")
             run(engine_options(given | _WITHOUT_SCHEDULING | {"model": folder}))
-    except (HubError, ModelError) as error:
+    except ModelError as error:
         raise CommandError(str(error)) from None

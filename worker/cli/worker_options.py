@@ -14,13 +14,14 @@ from common.cli.group import missing_extra
 from common.config import CompilationConfig, Config, ParallelConfig
 from common.errors import ApiError
 from common.files import UnreadableFileError, read_file
-from common.hub import HubError, default_model_name, model_folder
+from common.hub import default_model_name
 from common.limits import MAX_SECRET_BYTES
 from common.params.config_parts import NGRAM
 from common.params.options.engine import WORKER
 from common.params.options.table import options_of
 from common.params.step_defaults import default_scheduling_policy, default_token_budget
 from common.rpc.auth import PeerAccess
+from worker.cli.hub_models import command_model_folder
 from worker.config.engine_config import default_weights_cache
 from worker.doors.served_doors import SERVED_DOORS
 from worker.ranks.door import SECRET_VARIABLE
@@ -64,10 +65,10 @@ def worker_options(
             raise missing_extra(f"worker --doors {name}", module)
     try:
         topology = Topology(**{name: others.pop(name) for name in _OF_TOPOLOGY}, dist_secret=_secret(dist_secret))
-        folder = model_folder(model, weights=simulate is None)
+        folder = command_model_folder(model, weights=simulate is None)
         config = _config(str(folder), topology, others, is_simulated=simulate is not None)
         cost = None if simulate is None else cost_model(simulate)
-    except (ApiError, HubError) as error:
+    except ApiError as error:
         raise CommandError(str(error)) from None
     return WorkerOptions(
         config=config,

@@ -16,6 +16,7 @@ from typing import Any, Final
 
 import click
 import grpc
+from click.core import ParameterSource
 from fissile.v1 import inference_pb2 as pb
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
@@ -29,15 +30,15 @@ from common.cli.core.config_file import (
 from common.cli.core.console import Console
 from common.cli.core.errors import CommandError
 from common.cli.core.modes import Mode
-from common.cli.core.options import options
+from common.cli.core.options import argument, options
 from common.cli.core.tls_options import server_tls
-from common.cli.group import CHECKOUT, missing_extra
+from common.cli.group import CHECKOUT, OFFLINE, find_entry_points, missing_extra
 from common.cli.serve.first_question import GENERATES, FirstQuestion, http_step, next_steps
 from common.cli.serve.launch_plan import KV_SHARE, Fleet, kv_memory_per_rank, threads_per_worker
 from common.cli.serve.ports import free_ports
 from common.cli.serve.supervisor import REFUSED, Supervisor, prefix_width
 from common.config import Config
-from common.hub import HubError, default_model_name, model_folder
+from common.hub import default_model_name
 from common.params.config_parts import EAGLE3
 from common.params.options.engine import SERVE, WORKER
 from common.params.options.services import CONFIG_FILE, HTTP, ROUTER
@@ -350,8 +351,8 @@ def refuse_twice_said(fleet: Fleet, config: Path) -> None:
         command = HTTP if child.module == "facade" else child.module
         section = given.get(command)
         names = section.keys() if isinstance(section, dict) else ()
-        for argument in child.arguments:
-            name = argument.removeprefix("--").removeprefix("no-") if argument.startswith("--") else ""
+        for word in child.arguments:
+            name = word.removeprefix("--").removeprefix("no-") if word.startswith("--") else ""
             if name and name in names:
                 where = f"--config {config}: {command}.{name}"
                 raise CommandError(f"{where} is set by `fissile serve`: say it in its section, or leave it out")
@@ -365,10 +366,8 @@ def with_model_folder(fleet: Fleet) -> Fleet:
     """
     guard_standard_streams()
     setup_logging(fleet.log_level, service="serve")
-    try:
-        return replace(fleet, model=str(model_folder(fleet.model, weights=not fleet.simulate)))
-    except HubError as error:
-        raise CommandError(str(error)) from None
+    model_folder = find_entry_points(OFFLINE)["model_folder"].load()
+    return replace(fleet, model=str(model_folder(fleet.model, weights=not fleet.simulate)))
 
 
 def default_kv_memory(workers: int, tp_size: int) -> str:
@@ -429,9 +428,11 @@ _MODES: Final = (
 
 
 @click.command(cls=ConfigurableCommand, modes=_MODES)
+@argument("served", required=False, metavar="[MODEL]")
 @config_option("serve")
 @options("serve")
 def serve(
+    served: str | None,
     ask: bool,
     prompt: str,
     once: bool,
@@ -442,13 +443,19 @@ def serve(
     speculate: bool,
     **values: Any,
 ) -> int:
-    """Serve a model on this machine: one router and its workers, until Ctrl-C.
+    """Serve MODEL on this machine: one router and its workers, until Ctrl-C.
+
+    MODEL is what --model takes: a folder, or org/name on the Hugging Face Hub, which is downloaded if necessary.
 
     Waits until the router's health says SERVING, sends a first request and streams the answer. With TLS or API keys the
     first request is skipped, because this command has no credentials. Workers listen on loopback. Further options of
     router, workers and facade can be set by their environment variables (`fissile router --help`, `fissile worker
     --help`, `fissile http --help`), and in the file of --config, in the sections `router`, `worker` and `http`.
     """
+    if served is not None:
+        if click.get_current_context().get_parameter_source("model") is ParameterSource.COMMANDLINE:
+            raise CommandError(f"{served} and --model {values['model']}: name one model")
+        values["model"] = served
     server_tls(tls_cert, tls_key, tls_client_ca)
     protection = {"tls_cert": tls_cert, "tls_key": tls_key, "tls_client_ca": tls_client_ca, "api_keys": api_keys}
     is_protected = _is_protected(protection)

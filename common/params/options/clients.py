@@ -272,7 +272,7 @@ _CREDENTIALS: Final = (
         "--json", "FISSILE_JSON", "Print JSON.",
         (
             *("generate", "rerank", "score", "verify", "models", "workers", "flush", "routing", "reload", "requests"),
-            *("steps", "info", "keys new", "config show", "version"),
+            *("steps", "info", "keys new", "config show", "version", "list", "rm"),
         ),
         default=False, parameter="as_json", is_flag=True,
     ),

@@ -33,6 +33,17 @@ CONFIG_FILE: Final = Option(
 
 _PLACES: Final = (
     Option(
+        "--revision", "FISSILE_PULL_REVISION", "Branch, tag or commit, as org/name@revision. Default: main.", ("pull",),
+    ),
+    Option(
+        "--file", "FISSILE_PULL_FILE", "GGUF file, or the end of its name: Q4_K_M. As org/name:Q4_K_M.",
+        ("pull",), default="", metavar="NAME",
+    ),
+    Option(
+        "--include", "FISSILE_PULL_INCLUDE", "Download files of this pattern too. Repeat it for several patterns.",
+        ("pull",), metavar="PATTERN", is_repeatable=True,
+    ),
+    Option(
         "--model", "FISSILE_MODEL",
         "Hugging Face checkpoint: a folder, or org/name[@revision] on the Hub. Default: the demo model.",
         (SERVE,), metavar="MODEL",
@@ -323,7 +334,7 @@ _PROCESS: Final = (
     ),
     Option(
         "--log-level", "FISSILE_LOG_LEVEL", "Lowest level that is logged.",
-        (SERVE, WORKER, ROUTER, HTTP, WARMUP), click.Choice(LEVELS), "info",
+        (SERVE, WORKER, ROUTER, HTTP, WARMUP, "pull"), click.Choice(LEVELS), "info",
     ),
 )  # fmt: skip
 

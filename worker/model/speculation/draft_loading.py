@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from common.config import Config, QuantizationConfig
-from common.hub import HubError, model_folder
+from common.hub import HubError
 from common.params.config_parts import DRAFT_MODEL, EAGLE3, MTP, NGRAM
 from common.text.tokenizer import Tokenizer
 from worker.config.architectures import draft_head_arch_dict
@@ -18,6 +18,7 @@ from worker.model.model_loader import ModelLoader
 from worker.model.models.eagle3 import Eagle3Config, aux_layers
 from worker.model.speculation.draft_proposer import DraftProposer
 from worker.model.speculation.model_proposers import DraftTarget, EagleProposer, MtpProposer, SmallModelProposer
+from worker.model_download import model_folder
 from worker.weights.checkpoint import no_progress
 
 # Takes the engine's config, the folder's config, and the extra arguments that the target is loaded with.

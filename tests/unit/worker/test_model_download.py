@@ -1,0 +1,194 @@
+"""Downloads by `huggingface_hub` from a fake hub on loopback."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.fake_hub import FakeHub, FakeRepo, fake_hub
+
+ROOT = Path(__file__).resolve().parents[3]
+FILES = {
+    "config.json": b"{}",
+    "tokenizer.json": b'{"version": "1.0"}',
+    "tokenizer.model": b"pieces",
+    "qwen.tiktoken": b"IQ== 0",
+    "chat_template.jinja": b"{{ messages }}",
+    "model.safetensors": b"weights",
+    "pytorch_model.bin": b"pickled",
+    "consolidated.safetensors": b"the same with other names of tensors",
+    "original/model.safetensors": b"the same in another format",
+    "onnx/config.json": b"{}",
+    "1_Pooling/config.json": b'{"pooling_mode": "mean"}',
+    "1_Pooling/old/config.json": b"{}",
+    "2_Dense/model.safetensors": b"of a module",
+    "README.md": b"# Tiny",
+}
+WANTED = {
+    *("config.json", "tokenizer.json", "tokenizer.model", "qwen.tiktoken", "chat_template.jinja", "model.safetensors"),
+    "1_Pooling/config.json",
+}
+GGUFS = {
+    "config.json": b"{}",
+    "tiny-q4_k_m.gguf": b"q4_k_m",
+    "tiny-Q4_K.gguf": b"q4_k",
+    "tiny-Q8_0-00001-of-00002.gguf": b"first",
+    "tiny-Q8_0-00002-of-00002.gguf": b"second",
+    "BF16/tiny-BF16.gguf": b"bf16",
+    "one-F16.gguf": b"1",
+    "two-F16.gguf": b"2",
+}
+# The library writes a file in pieces of this length.
+CHUNK = 10 << 20
+# The library reads its environment once, so each environment takes a process; it answers for all models.
+PROGRAM = """
+import json, sys
+from common.hub import HubError
+from worker.model_download import model_folder
+def found(model, weights):
+    try:
+        folder = model_folder(model, weights=weights)
+        files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+        return str(folder), files
+    except HubError as error:
+        return str(error), []
+json.dump([found(model, weights) for model, weights in json.loads(sys.argv[1])], sys.stdout)
+"""
+
+
+@pytest.fixture
+def hub() -> Iterator[FakeHub]:
+    with fake_hub() as served:
+        served.repos["org/tiny"] = FakeRepo({"main": FILES, "v2": {**FILES, "model.safetensors": b"better"}})
+        served.repos["org/gated"] = FakeRepo({"main": FILES}, gated=True)
+        served.repos["org/gguf"] = FakeRepo({"main": GGUFS})
+        served.repos["org/adapter"] = FakeRepo({"main": {"adapter_model.safetensors": b"a"}})
+        served.repos["org/pickled"] = FakeRepo({"main": {"config.json": b"{}", "pytorch_model.bin": b"pickled"}})
+        yield served
+
+
+def fetch(
+    home: Path, endpoint: str, *models: str, weights: bool = True, **environment: str
+) -> list[tuple[str, list[str]]]:
+    """(folder, files) or (error, no files) of each model."""
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, json.dumps([(model, weights) for model in models])],
+        cwd=ROOT,
+        env={**os.environ, "HF_HOME": str(home), "HF_ENDPOINT": endpoint, "FISSILE_LOG_LEVEL": "error", **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    # structlog prints to standard output too, because logging is not set up.
+    results = json.loads(done.stdout.splitlines()[-1])
+    return [(found, files) for found, files in results]
+
+
+@pytest.mark.slow
+def test_hub_download_fetches_needed_files_once(hub: FakeHub, tmp_path: Path) -> None:
+    (main, files), (v2, _) = fetch(tmp_path, hub.endpoint, "org/tiny", "org/tiny@v2")
+    assert set(files) == hub.downloaded() == WANTED
+    assert Path(main).is_relative_to(tmp_path)
+    assert (Path(main) / "model.safetensors").read_bytes() == b"weights"
+    assert (Path(v2) / "model.safetensors").read_bytes() == b"better"
+    hub.requested.clear()
+    assert fetch(tmp_path, hub.endpoint, "org/tiny") == [(main, files)]
+    assert hub.downloaded() == set()
+    assert fetch(tmp_path, hub.endpoint, "org/tiny", HF_HUB_OFFLINE="1") == [(main, files)]
+    # Port 9 is discard; no server listens there.
+    assert fetch(tmp_path, "http://127.0.0.1:9", "org/tiny") == [(main, files)]
+
+
+def test_without_weights(hub: FakeHub, tmp_path: Path) -> None:
+    [(folder, files)] = fetch(tmp_path, hub.endpoint, "org/pickled", weights=False)
+    assert files == ["config.json"]
+    assert Path(folder).is_dir()
+    fetch(tmp_path, hub.endpoint, "org/tiny", weights=False)
+    assert hub.downloaded() == WANTED - {"model.safetensors"}
+    # The cache is incomplete.
+    [(error, _)] = fetch(tmp_path, hub.endpoint, "org/tiny", HF_HUB_OFFLINE="1")
+    assert error == "org/tiny is neither a path here nor complete in the cache of the Hub, and HF_HUB_OFFLINE is set"
+
+
+def test_hub_refusals_are_explained(hub: FakeHub, tmp_path: Path) -> None:
+    models = ("org/none", "org/tiny@v9", "org/gated", "org/pickled", "org/adapter")
+    errors = [error for error, _ in fetch(tmp_path, hub.endpoint, *models)]
+    assert errors == [
+        f"org/none is neither a path here nor a model on {hub.endpoint} that HF_TOKEN may read",
+        f"org/tiny has no revision 'v9' on {hub.endpoint}",
+        f"org/gated is gated: accept its terms on {hub.endpoint}/org/gated and set HF_TOKEN to your token",
+        "org/pickled has no safetensors; pickled weights, which may run code, are not loaded",
+        "org/adapter has no config.json; give a checkpoint in the form of transformers",
+    ]
+    assert hub.downloaded() == set()
+    [(_, files)] = fetch(tmp_path, hub.endpoint, "org/gated", HF_TOKEN=hub.token)
+    assert set(files) == WANTED
+
+
+def test_unreachable_hub_is_one_line(hub: FakeHub, tmp_path: Path) -> None:
+    [(error, _)] = fetch(tmp_path, "http://127.0.0.1:9", "org/tiny")
+    assert error.startswith(
+        "org/tiny is not a path here and not complete in the cache, and http://127.0.0.1:9 cannot be reached: "
+    )
+    assert "refused" in error
+    hub.broken = True
+    [(error, _)] = fetch(tmp_path, hub.endpoint, "org/tiny")
+    assert "cannot be reached: " in error
+    assert "500" in error
+    assert "\n" not in error
+
+
+def test_broken_connection_and_server_error_lose_no_byte(hub: FakeHub, tmp_path: Path) -> None:
+    content = bytes(range(256)) * 47_000
+    hub.repos["org/tiny"] = FakeRepo({"main": {**FILES, "model.safetensors": content}})
+    hub.cut["model.safetensors"] = len(content) - 1
+    hub.fail_once.add("tokenizer.json")
+    [(folder, files)] = fetch(tmp_path, hub.endpoint, "org/tiny")
+    assert set(files) == WANTED
+    assert (Path(folder) / "model.safetensors").read_bytes() == content
+    assert [each for each in hub.ranges if each] == [f"bytes={CHUNK}-"]
+
+
+def test_commit_pins_a_revision(hub: FakeHub, tmp_path: Path) -> None:
+    old = hub.repos["org/tiny"].commit("main")
+    assert old is not None
+    [(folder, _)] = fetch(tmp_path, hub.endpoint, f"org/tiny@{old}")
+    assert Path(folder).name == old
+    assert (Path(folder) / "model.safetensors").read_bytes() == b"weights"
+
+
+def test_model_larger_than_the_disk_is_refused_before_the_download(hub: FakeHub, tmp_path: Path) -> None:
+    hub.sizes["model.safetensors"] = 10**18
+    [(error, _)] = fetch(tmp_path, hub.endpoint, "org/tiny")
+    assert error.startswith(f"org/tiny needs 1000000000.0 GB in {tmp_path}/hub, whose disk has ")
+    assert error.endswith(" GB free; free some, or set HF_HOME to a folder of another disk")
+    assert hub.downloaded() == set()
+
+
+def test_gguf_file_is_found_by_its_quantization(hub: FakeHub, tmp_path: Path) -> None:
+    names = ("Q4_K_M", "q4_k", "Q8_0", "bf16", "tiny-Q4_K.gguf", "tiny-Q8_0-00001-of-00002.gguf", "BF16/tiny-BF16.gguf")
+    found = [Path(path) for path, _ in fetch(tmp_path, hub.endpoint, *(f"org/gguf:{name}" for name in names))]
+    contents = [path.read_bytes() for path in found]
+    assert contents == [b"q4_k_m", b"q4_k", b"first", b"bf16", b"q4_k", b"first", b"bf16"]
+    assert hub.downloaded() == GGUFS.keys() - {"config.json", "one-F16.gguf", "two-F16.gguf"}
+    offline = fetch(tmp_path, hub.endpoint, "org/gguf:Q8_0", HF_HUB_OFFLINE="1")
+    assert [Path(path) for path, _ in offline] == [found[2]]
+
+
+def test_gguf_file_that_is_not_one_is_refused(hub: FakeHub, tmp_path: Path) -> None:
+    errors = [error for error, _ in fetch(tmp_path, hub.endpoint, "org/gguf", "org/gguf:Q5_K", "org/gguf:F16")]
+    names = ", ".join(sorted(GGUFS.keys() - {"config.json"}))
+    assert errors == [
+        f"org/gguf has GGUF files alone; name one, such as org/gguf:BF16/tiny-BF16.gguf, of {names}",
+        f"org/gguf has no GGUF file 'Q5_K'; its GGUF files: {names}",
+        "org/gguf:F16 may be one-F16.gguf or two-F16.gguf: give the whole name of one file",
+    ]
+    assert hub.downloaded() == set()

@@ -1,0 +1,214 @@
+"""`fissile pull`, `fissile list` and `fissile rm`: models of the Hugging Face Hub in the cache of this machine."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import click
+
+from common.cli.core.errors import CommandError
+from common.cli.core.options import argument, options
+from common.cli.core.output import aligned
+from common.hub import HubError, HubModel
+from common.telemetry.logs import setup_logging
+from common.text.tokenizer import TokenizerError, tokenizer_files
+from worker.config.model_config import ModelConfig, ModelError
+from worker.model_download import download, ending_at_signals, model_folder
+
+if TYPE_CHECKING:
+    from huggingface_hub import CachedRepoInfo
+
+_GB: Final = 1e9
+_COMMIT_CHARS: Final = 12
+_SERVED: Final = "yes"
+
+
+def command_model_folder(model: str, *, weights: bool = True) -> Path:
+    """The checkpoint folder or GGUF file of a command's model, which is downloaded if necessary.
+
+    Raises:
+        CommandError: the model is not available (exit code 2).
+    """
+    try:
+        with ending_at_signals():
+            return model_folder(model, weights=weights)
+    except HubError as error:
+        raise CommandError(str(error)) from None
+
+
+@click.command()
+@argument("model")
+@options("pull")
+def pull(model: str, revision: str | None, file: str, include: tuple[str, ...], log_level: str) -> None:
+    """Download MODEL, org/name on the Hugging Face Hub, so that later starts need no network.
+
+    Prints the revision, which names these very files for ever, and the folder or file. `org/name:Q4_K_M` downloads a
+    GGUF file. Complete files are never downloaded again.
+    """
+    setup_logging(log_level, service="pull")
+    hub = _parsed(model, revision, file)
+    try:
+        with ending_at_signals():
+            path = download(hub, include=include)
+    except HubError as error:
+        raise CommandError(str(error)) from None
+    click.echo(f"{replace(hub, revision=_commit(path))}\n{path}")
+
+
+def _parsed(model: str, revision: str | None, file: str) -> HubModel:
+    hub = HubModel.parse(model)
+    if hub is None:
+        raise CommandError(
+            f"{model!r} cannot be a name on the Hub; valid: org/name, org/name:Q4_K_M, org/name@revision"
+        )
+    if hub.revision and revision:
+        raise CommandError(f"--revision {revision} and {model}: name one revision")
+    if hub.file and file:
+        raise CommandError(f"--file {file} and {model}: name one file")
+    return replace(hub, revision=revision or hub.revision, file=file or hub.file)
+
+
+def _commit(path: Path) -> str:
+    """The commit of a path in the cache: the name of the folder below `snapshots`."""
+    return path.parts[path.parts.index("snapshots") + 1]
+
+
+@dataclass(frozen=True)
+class CachedModel:
+    """A row of `fissile list`.
+
+    Attributes:
+        name: as `--model` takes it.
+        revision: commit.
+        refs: branches and tags of this commit.
+        size: bytes.
+        architecture: from config.json; "" without one.
+        served: `yes`, or why not.
+        path: folder or GGUF file.
+    """
+
+    name: str
+    revision: str
+    refs: tuple[str, ...]
+    size: int
+    architecture: str
+    served: str
+    path: str
+
+
+@click.command("list")
+@options("list")
+def list_models(as_json: bool) -> None:
+    """List the models in the cache of this machine, and whether a worker can serve them."""
+    rows = (row for repo in _repositories() for row in _rows(repo))
+    found = sorted(rows, key=lambda row: (row.name, row.revision))
+    if as_json:
+        click.echo(json.dumps([asdict(row) for row in found]))
+        return
+    if not found:
+        click.echo("no model was downloaded yet; `fissile pull org/name` downloads one")
+        return
+    heads = ("MODEL", "REVISION", "SIZE", "ARCHITECTURE", "SERVED")
+    cells = [
+        (
+            row.name,
+            row.revision[:_COMMIT_CHARS] + (f" ({', '.join(row.refs)})" if row.refs else ""),
+            f"{row.size / _GB:.2f} GB",
+            row.architecture or "-",
+            row.served,
+        )
+        for row in found
+    ]
+    click.echo(aligned([heads, *cells]))
+
+
+def _rows(repo: CachedRepoInfo) -> Iterator[CachedModel]:
+    for revision in repo.revisions:
+        folder = revision.snapshot_path
+        refs = tuple(sorted(revision.refs))
+        ggufs = [each for each in revision.files if each.file_path.suffix == ".gguf"]
+        for each in ggufs:
+            name = f"{repo.repo_id}:{each.file_path.relative_to(folder)}"
+            served, path = "it is a GGUF file", str(each.file_path)
+            yield CachedModel(name, revision.commit_hash, refs, each.size_on_disk, "", served, path)
+        if not ggufs or (folder / "config.json").exists():
+            architecture, served = _verdict(folder)
+            size = revision.size_on_disk - sum(each.size_on_disk for each in ggufs)
+            yield CachedModel(repo.repo_id, revision.commit_hash, refs, size, architecture, served, str(folder))
+
+
+def _verdict(folder: Path) -> tuple[str, str]:
+    """Architecture of a checkpoint folder, and whether a worker can serve it."""
+    try:
+        config = ModelConfig.from_folder(folder)
+        architecture = config.architecture
+    except ModelError as error:
+        return _named_architecture(folder), str(error).replace(f"{folder}/", "").replace(str(folder), "it")
+    try:
+        tokenizer_files(folder)
+    except TokenizerError as error:
+        return architecture, str(error).replace(str(folder), "it")
+    if not any(folder.glob("*.safetensors")):
+        return architecture, "its weights are not downloaded"
+    return architecture, _SERVED
+
+
+def _named_architecture(folder: Path) -> str:
+    try:
+        return str(json.loads((folder / "config.json").read_text("utf-8"))["architectures"][0])
+    except (OSError, ValueError, LookupError, TypeError):
+        return ""
+
+
+@click.command("rm")
+@argument("models", nargs=-1, required=True, metavar="MODEL...")
+@options("rm")
+def remove(models: tuple[str, ...], as_json: bool) -> None:
+    """Remove models from the cache of this machine: org/name with all revisions, or org/name@revision."""
+    from huggingface_hub import scan_cache_dir  # noqa: PLC0415
+
+    repositories = _repositories()
+    commits = [commit for model in models for commit in _commits(repositories, model)]
+    strategy = scan_cache_dir().delete_revisions(*commits)
+    size = strategy.expected_freed_size
+    strategy.execute()
+    if as_json:
+        click.echo(json.dumps({"removed": commits, "freed_bytes": size}))
+    else:
+        click.echo(f"removed {', '.join(models)}: {size / _GB:.2f} GB freed")
+
+
+def _commits(repositories: Sequence[CachedRepoInfo], model: str) -> list[str]:
+    """Commits of a model in the cache.
+
+    Raises:
+        CommandError: there is none.
+    """
+    hub = HubModel.parse(model)
+    if hub is None or hub.file:
+        raise CommandError(f"{model!r} cannot be a repository on the Hub; valid: org/name, org/name@revision")
+    found = [
+        each.commit_hash
+        for repo in repositories
+        for each in repo.revisions
+        if repo.repo_id == hub.repo
+        and (hub.revision is None or hub.revision in each.refs or each.commit_hash.startswith(hub.revision))
+    ]
+    if not found:
+        raise CommandError(f"{model} is not in the cache; `fissile list` shows what is")
+    return found
+
+
+def _repositories() -> list[CachedRepoInfo]:
+    """Model repositories in the cache."""
+    # Importing it takes half a second.
+    from huggingface_hub import CacheNotFound, scan_cache_dir  # noqa: PLC0415
+
+    try:
+        return [repo for repo in scan_cache_dir().repos if repo.repo_type == "model"]
+    except CacheNotFound:
+        return []
