@@ -44,6 +44,7 @@ from common.text.tokenizer_reading import import_transformers
 from router.api import admin, open_inference
 from router.api.answer_call import AnswerBackend
 from router.api.call_admission import CallAdmission
+from router.api.external_scaler import ExternalScalerService, ScalerPort
 from router.api.open_inference import OpenInferenceService
 from router.api.replay import Replayer
 from router.api.request_builder import RequestBuilder
@@ -157,6 +158,8 @@ class Router:
         has_keys = security.access is not None
         self._admission = CallAdmission(options.tenants, self._calls, time.monotonic, has_keys=has_keys)
         self.service = self._make_service(builder, replayer)
+        self.pool.expected.names = frozenset(options.expect_models)
+        self._scaler = self._make_scaler()
         if self._kv_auditor is not None:
             self.pool.on_kv_digests = self._kv_auditor.take
         self.configuration = ConfigStore(options.settings(), self._apply, reread)
@@ -173,6 +176,13 @@ class Router:
         others = OpenInferenceService(service, backend, self._encoder, self._calls)
         add_GRPCInferenceServiceServicer_to_server(others, self.server.server)
         return service
+
+    def _make_scaler(self) -> ScalerPort | None:
+        options = self._options
+        if options.scaler_port is None:
+            return None
+        service = ExternalScalerService(self.service.calls, self.pool, self._tracing)
+        return ScalerPort(options.host, options.scaler_port, options.security.tls, service)
 
     async def start(self) -> None:
         """Listens, and starts to dial the workers. Health becomes SERVING with the first ready worker.
@@ -196,6 +206,8 @@ class Router:
             await self.admin.start()
             await self.admin.set_serving(True)
             log.info("admin listening", address=self.admin.address)
+        if self._scaler is not None:
+            await self._scaler.start()
         if self.scrapes is not None:
             self.scrapes.start()
         self._health = asyncio.create_task(keep_running("health", self._follow_workers), name="health")
@@ -212,6 +224,8 @@ class Router:
         timeout_s = self._options.drain_timeout_s
         log.info("draining", in_flight=self.service.in_flight, timeout_s=timeout_s)
         await self._leave_health()
+        if self._scaler is not None:
+            await self._scaler.stop()
         stopping = asyncio.create_task(self.server.drain(DRAIN_PROPAGATION_S, timeout_s + ROUTER_ENDING_S))
         idle = asyncio.create_task(self._idle_after(DRAIN_PROPAGATION_S))
         try:
@@ -241,6 +255,8 @@ class Router:
                 await auditor.stop()
         self.requests.end_streams()
         await self.server.stop(ROUTER_ENDING_S)
+        if self._scaler is not None:
+            await self._scaler.stop()
         if self.admin is not None:
             await self.admin.stop(ROUTER_ENDING_S)
         await self.discovery.stop()
@@ -314,7 +330,7 @@ class Router:
     async def _follow_workers(self) -> None:
         while True:
             self._serving.clear()
-            await self.server.set_serving(self.registry.serving)
+            await self.server.set_serving(self.registry.serving or bool(self._options.expect_models))
             await self._serving.wait()
 
     async def _leave_health(self) -> None:

@@ -53,6 +53,8 @@ class RouterOptions:
     admin_port: int | None = default_of(ROUTER, "admin_port")
     admin_host: str = default_of(ROUTER, "admin_host")
     metrics_port: int | None = default_of(ROUTER, "metrics_port")
+    scaler_port: int | None = default_of(ROUTER, "scaler_port")
+    expect_models: Sequence[str] = ()
     tenants: TenantPolicy = field(default_factory=TenantPolicy)
     security: RouterSecurity = field(default_factory=RouterSecurity)
     max_connection_age_s: float = default_of(ROUTER, "max_connection_age_s")

@@ -141,6 +141,7 @@ RULES = {
         {
             "router/api/answer_writer.py": (IO | GRPC, EVENT_LOOP),
             "router/api/admin.py": (WORLD | GRPC, SERVES),
+            "router/api/external_scaler.py": (WORLD | GRPC, SERVES),
             "router/api/open_inference_stream.py": (IO | GRPC, EVENT_LOOP),
             "router/api/prompt_batch.py": (IO, EVENT_LOOP),
             "router/api/rpc_scope.py": (WORLD | GRPC, SERVES),

@@ -57,8 +57,10 @@ _DEFAULT_PAGE: Final = 100
 _HIDDEN_OPTIONS: Final = frozenset({"security", "tenants"})
 _FRACTION_OPTIONS: Final = frozenset({"audit"})
 # Fields whose option has another name.
-_OPTION_OF: Final = {"policy": "failover", "workers": "worker"}
+_OPTION_OF: Final = {"policy": "failover", "workers": "worker", "expect_models": "expect-model"}
 _STATES: Final = {state: apb.WorkerState.Value(f"WORKER_STATE_{state.name}") for state in WorkerState}
+# Fields of a lane for the external scaler alone.
+_AUTOSCALER_FIELDS: Final = ("fleet_age_s", "elsewhere_tokens")
 _ROUTING_FIELDS: Final = frozenset(apb.Routing.DESCRIPTOR.fields_by_name)
 _SET_ROUTING: Final = frozenset(field_paths(apb.SetRoutingRequest.DESCRIPTOR))
 
@@ -435,6 +437,8 @@ def _load_of(worker: KnownWorker) -> dict[str, Any]:
     if worker.load is None:
         return {}
     fields = asdict(worker.load)
+    for name in _AUTOSCALER_FIELDS:
+        del fields[name]
     age_s = fields.pop("report_age_ms") / 1000
     return {**fields, "report_age": to_duration(age_s)}
 

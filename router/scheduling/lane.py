@@ -36,7 +36,8 @@ class LaneRecord:
 class LaneStatus:
     """A lane as operators see it; fields as in the admin proto's Worker and the worker proto's Load.
 
-    `held`: requests wait in the lane because the delay gate is shut.
+    `held`: requests wait in the lane because the delay gate is shut. `fleet_age_s`: age of the oldest request that
+    waits for the worker, at any router. `elsewhere_tokens`: prompt tokens that wait for it at other routers.
     """
 
     queued: int
@@ -48,6 +49,8 @@ class LaneStatus:
     free_blocks: int = 0
     total_blocks: int = 0
     held: bool = False
+    fleet_age_s: float = 0.0
+    elsewhere_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,6 +219,8 @@ class Lane:
             free_blocks=min(report.free_blocks, report.total_blocks),
             total_blocks=report.total_blocks,
             held=len(self._bound) > 0 and not self.is_open(now, gate),
+            fleet_age_s=self._age_s(now),
+            elsewhere_tokens=max(0, report.fleet_tokens - self.bound_tokens),
         )
 
     def is_open(self, now: float, gate: DelayGate) -> bool:

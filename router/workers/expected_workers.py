@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import Callable
 
+from common.errors import NoWorkerError
 from common.limits import MAX_QUEUED_REQUESTS, WORKER_WAIT_S
 from router.model_registry import ModelRegistry, ServedModel
 
@@ -17,9 +18,13 @@ class ExpectedWorkers:
         registry: the known models.
         wait_s: how long a new address is expected to come up, seconds.
         clock: monotonic seconds.
+
+    Attributes:
+        names: models whose workers may be away, scaled to zero; requests for them always wait.
     """
 
     def __init__(self, registry: ModelRegistry, wait_s: float = WORKER_WAIT_S, *, clock: Callable[[], float]) -> None:
+        self.names: frozenset[str] = frozenset()
         self._registry = registry
         self._wait_s = wait_s
         self._clock = clock
@@ -50,7 +55,7 @@ class ExpectedWorkers:
         """Waits for a model as `wait_for_model` does, and returns it.
 
         Raises:
-            ApiError: as `ModelRegistry.get`.
+            ApiError: as `wait_for_model` and `ModelRegistry.get`.
         """
         await self.wait_for_model(name)
         return self._registry.get(name)
@@ -59,14 +64,17 @@ class ExpectedWorkers:
         """Waits until a model called `name` (any model for an empty name) is known, or no expected worker is left.
 
         Until a first worker has been up, waits `wait_s`; afterwards until `wait_s` after the last address was added. So
-        a router that has just started does not refuse requests that it can serve in a moment. Returns at once if too
-        many requests wait.
+        a router that has just started does not refuse requests that it can serve in a moment. A request for one of
+        `names` always waits `wait_s`. Returns at once if too many requests wait.
+
+        Raises:
+            NoWorkerError: no worker with a model of `names` has come up.
         """
         if self._registry.knows(name) or self._num_waiting >= MAX_QUEUED_REQUESTS:
             return
         now = self._clock()
         end = now + self._wait_s
-        if self._registry.knows(""):
+        if self._registry.knows("") and name not in self.names:
             end = min(end, max(self._until.values(), default=now))
         self._num_waiting += 1
         try:
@@ -75,3 +83,5 @@ class ExpectedWorkers:
                     await asyncio.wait_for(self._came_up.wait(), left_s)
         finally:
             self._num_waiting -= 1
+        if name in self.names and not self._registry.knows(name):
+            raise NoWorkerError(f"no worker serves model {name!r}, for {self._wait_s:g} s now")

@@ -181,6 +181,12 @@ _FAILURES: Final = (
         (ROUTER,), Duration(), WORKER_WAIT_S, "worker_wait_s",
     ),
     Option(
+        "--expect-model", "FISSILE_EXPECT_MODELS",
+        "Model whose workers may be away, scaled to zero. Requests for it wait for one, up to --worker-wait, and the "
+        "router reports SERVING without workers. Repeat it, or separate several by spaces in the variable.",
+        (ROUTER,), parameter="expect_models", metavar="NAME", is_repeatable=True,
+    ),
+    Option(
         "--stall-timeout", "FISSILE_STALL_TIMEOUT",
         "Longest time of an engine step, after which its worker is given up; long prefills get more.",
         (ROUTER,), Duration(), STALL_TIMEOUT_S, "stall_timeout_s",
@@ -313,6 +319,12 @@ _SECURITY: Final = (
         "Port of the router's AdminService, for `fissile workers`, `cordon`, `routing` and others; 0 takes any free "
         "one. Default: off.",
         (SERVE, ROUTER), _PORT, is_passed_on=True,
+    ),
+    Option(
+        "--scaler-port", "FISSILE_SCALER_PORT",
+        "Further port on which the router is KEDA's external scaler, with the TLS of the main port and without API "
+        "keys; 0 takes any free one. Default: off.",
+        (ROUTER,), _PORT,
     ),
     Option("--admin-host", "FISSILE_ADMIN_HOST", "Address of AdminService.", (ROUTER,), default="127.0.0.1"),
 )  # fmt: skip

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from fissile.admin.v1 import admin_pb2 as apb
+from fissile.peers.keda import external_scaler_pb2 as kpb
 from fissile.v1 import inference_pb2 as pb
 from fissile.worker.v1 import worker_pb2 as wpb
 from hypothesis import example, given
@@ -57,6 +58,9 @@ def test_extreme_loads_of_workers_can_be_shown_and_added(seed: int) -> None:
         lane.load.take(load_report(load, number, 11.0))
         status = asdict(lane.status(11.0, DelayGate(1.0)))
         age_s = status.pop("report_age_ms") / 1000
+        # For the external scaler, whose figures are doubles.
+        assert_fits(kpb.MetricValue, metricValueFloat=float(status.pop("elsewhere_tokens")))
+        assert_fits(kpb.MetricValue, metricValueFloat=status.pop("fleet_age_s"))
         assert 0 <= status["free_blocks"] <= status["total_blocks"]
         assert_fits(apb.Worker, **status, report_age=to_duration(age_s))
         assert lane.load.waits_s(lane.load.speed(1000.0, 12.0), 7) >= 0

@@ -1,0 +1,1 @@
+"""Generated gRPC stubs of KEDA's external scaler."""
