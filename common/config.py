@@ -95,6 +95,7 @@ class Config:
         hash_seed: fleet-wide seed of the block hashes.
         kv_digests: share of the cached blocks whose contents are digested, for routers to compare between workers; 0 is
             none.
+        kv_tiers: where cached blocks go besides the pool, as in `--kv-tiers`; empty keeps them in the pool alone.
         enable_constraints: whether sequences may have grammars, for which the vocabulary is kept in a form of its own.
         bos_token_id: beginning-of-sequence id, None when the model has none.
         eos_token_id: the model's first end-of-sequence id, None when it has none.
@@ -135,6 +136,7 @@ class Config:
     quant_config: QuantizationConfig = field(default_factory=QuantizationConfig)
     hash_seed: int = library_default("hash_seed")
     kv_digests: float = library_default("kv_digests")
+    kv_tiers: str = library_default("kv_tiers")
     enable_constraints: bool = library_default("enable_constraints")
     bos_token_id: int | None = None
     eos_token_id: int | None = None
@@ -169,6 +171,10 @@ class Config:
         agrees = not (self.enforce_eager and self.compilation_config.cudagraph_capture_sizes)
         _require(agrees, "enforce_eager", True, "False with compilation_config.cudagraph_capture_sizes")
         _require(0 <= self.kv_digests <= 1, "kv_digests", self.kv_digests, "[0, 1]")
+        if self.kv_tiers:
+            _require(self.enable_prefix_caching, "kv_tiers", self.kv_tiers, "empty without prefix caching")
+            _require(self.batch_invariant, "kv_tiers", self.kv_tiers, "empty without batch_invariant")
+            _require(ranks * engines == 1, "kv_tiers", self.kv_tiers, "empty with several ranks")
         require_one_of("kv_cache_dtype", self.kv_cache_dtype, ("auto", *KV_CACHE_DTYPES))
         _require(0 <= self.hash_seed < 1 << 64, "hash_seed", self.hash_seed, "an unsigned 64-bit number")
         for name in ("bos_token_id", "eos_token_id"):

@@ -246,6 +246,7 @@ BESIDE = {
         "config", "engine", "grammars.py", "kv_pool.py", "model_download.py", "progress.py", "weights"
     ),
     "worker/weights": names("config"),
+    "worker/kv_tiers": names(),
     "worker/config": names(),
     "worker/simulation": names("config", "engine", "kv_pool.py"),
     "worker/kv_pool.py": names("config"),
@@ -312,6 +313,7 @@ ORDER = {
         "ranks",
         "model",
         "weights",
+        "kv_tiers",
         "simulation",
         "kv_pool.py",
         "config",

@@ -25,6 +25,7 @@ TOOLS = (
     "MkDocs",
     "promtool",
     "Prometheus",
+    "redis-server",
 )
 # Facts of a machine that a strict run accepts; the beginning of a reason.
 ALLOWED = re.compile(

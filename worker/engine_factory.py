@@ -9,13 +9,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache, partial
 
 from common.config import Config
 from common.limits import STEP_TIMEOUT_S
 from common.text.tokenizer import Tokenizer
 from worker.config.model_config import ModelConfig
 from worker.engine.core import DPEngineCoreProc, EngineCore
+from worker.engine.tier_lookups import Tiers, root_name
 from worker.grammars import grammars_to_check
+from worker.kv_tiers.tier_option import check_tiers, open_tiers
+from worker.kv_tiers.tiers import KvTiers
 from worker.progress import StartProgress
 from worker.ranks.rank_client import RankGroup
 from worker.ranks.rank_setup import load_ranks
@@ -76,6 +80,7 @@ def build_engine(
         InvalidFieldError: the lengths do not fit the KV memory.
         RankLostError: a rank ended while it loaded.
     """
+    check_tiers(options.config.kv_tiers)
     if options.simulate is not None:
         return _simulated(options, options.simulate, clock)
     try:
@@ -93,9 +98,11 @@ def _here(options: EngineOptions, progress: StartProgress, clock: Callable[[], f
         options.config, options.model_config, options.threads, progress, takes_memory=options.takes_memory
     )
     config, executor = make_executor(config, runner, clock)
-    core = EngineCore(config, runner, clock, executor, runner.grammars)
+    known = cache(partial(describe, runner))
+    tiers = _tiers(config, runner.kv_block_bytes, known)
+    core = EngineCore(config, runner, clock, executor, runner.grammars, tiers)
     core.measure_step_costs()
-    return BuiltEngine(core, lambda: describe(runner))
+    return BuiltEngine(core, known)
 
 
 def _on_ranks(options: EngineOptions, progress: StartProgress, clock: Callable[[], float]) -> BuiltEngine:
@@ -119,4 +126,18 @@ def _simulated(options: EngineOptions, cost: CostModel, clock: Callable[[], floa
     config, runner = simulated_runner(options.config, options.model_config, cost)
     # A cost model has no logits that a grammar could mask.
     known = dict.fromkeys(("weights_digest", "numerics", "kernels", "dtype"), "simulated") | {"grammar_engine": ""}
-    return BuiltEngine(EngineCore(config, runner, clock), lambda: known)
+    tiers = _tiers(config, runner.kv_block_bytes, lambda: known)
+    return BuiltEngine(EngineCore(config, runner, clock, tiers=tiers), lambda: known)
+
+
+def _tiers(config: Config, block_bytes: int, describe: Callable[[], dict[str, str]]) -> Tiers | None:
+    """Opens the KV tiers of an engine with these facts (BuiltEngine); None without any.
+
+    Raises:
+        InvalidFieldError: one cannot be opened.
+    """
+    if not config.kv_tiers:
+        return None
+    facts = sorted(describe().items())
+    root = root_name((facts, config.kv_cache_block_size, block_bytes, config.speculative_config))
+    return Tiers(KvTiers(open_tiers(config.kv_tiers, block_bytes), block_bytes), root)

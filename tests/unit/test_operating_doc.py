@@ -82,6 +82,7 @@ REACHED_BY = {
     "compilation_config": ["--graph-sizes", "2"],
     "hash_seed": ["--hash-seed", "7"],
     "kv_digests": ["--kv-digests", "50%"],
+    "kv_tiers": ["--kv-tiers", "memory:1GiB"],
     "enable_constraints": ["--no-constraints"],
     "speculative_config": ["--speculative-config", '{"method": "ngram", "num_speculative_tokens": 2}'],
 }

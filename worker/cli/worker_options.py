@@ -24,6 +24,7 @@ from common.rpc.auth import PeerAccess
 from worker.cli.hub_models import command_model_folder
 from worker.config.engine_config import default_weights_cache
 from worker.doors.served_doors import SERVED_DOORS
+from worker.kv_tiers.tier_option import check_tiers
 from worker.ranks.door import SECRET_VARIABLE
 from worker.ranks.topology import Topology
 from worker.server import WorkerOptions
@@ -68,6 +69,7 @@ def worker_options(
         folder = command_model_folder(model, weights=simulate is None)
         config = _config(str(folder), topology, others, is_simulated=simulate is not None)
         cost = None if simulate is None else cost_model(simulate)
+        check_tiers(config.kv_tiers)
     except ApiError as error:
         raise CommandError(str(error)) from None
     return WorkerOptions(

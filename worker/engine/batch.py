@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
@@ -246,8 +247,8 @@ class ScheduledBatch:
     verify as accepted. `drafts_in_flight` is the number of those drafts, by sequence: the row stands one token earlier
     for each that is rejected. Such sequences have no history.
 
-    Before it computes anything, the runner digests `digested_blocks` (names by block id). Then it makes `block_copies`
-    one after the other.
+    Before it computes anything, the runner digests `digested_blocks` (names by block id) and reads `blocks_down` (names
+    in KV tiers by block id). Then it writes `blocks_up` (ids and bytes), and makes `block_copies` one after the other.
 
     Making a batch costs a few list comprehensions, whatever the contexts. Columns that derive from others, or never
     change, are made when a runner asks for them. Block tables are not copied: a table only grows at its end, and is
@@ -289,6 +290,8 @@ class ScheduledBatch:
         self.next_token_ids: dict[int, int] = {}
         self.digested_blocks: dict[int, bytes] = {}
         self.block_copies = block_copies or []
+        self.blocks_down: Mapping[int, tuple[bytes, bytes]] = {}
+        self.blocks_up: list[tuple[int, bytes]] = []
         self.num_computed_tokens = [s.num_computed_tokens + s.num_inflight_tokens for s in rows]
         # True if every row is a decoded token or a draft.
         self.is_decode = total_seqs_num_decode == len(rows)
@@ -348,6 +351,7 @@ class ScheduledBatch:
         vars(batch).update(fields)
         batch.columns, batch.tables, batch.histories = columns, tables, histories
         batch.req_ids, batch.num_cached_tokens = columns.ids, columns.num_cached_tokens
+        batch.blocks_down, batch.blocks_up = {}, []
         return batch
 
     def _take_decodes(self, rows: list[Sequence]) -> None:
@@ -494,6 +498,7 @@ class ScheduledBatchOutput:
             continue. If only the draw of a further token shows it, that token is NO_TOKEN.
         forced_token_ids: an absolute position, and the tokens that a grammar probably forces from there on.
         slow_constraints: CPU seconds of slow masks.
+        blocks_down: names, names of the blocks before, and bytes of `ScheduledBatch.blocks_down`.
     """
 
     token_ids: dict[int, tuple[int, ...]]
@@ -506,6 +511,7 @@ class ScheduledBatchOutput:
     constraint_ends: dict[int, str] | None = None
     forced_token_ids: dict[int, tuple[int, list[int]]] | None = None
     slow_constraints: dict[int, float] | None = None
+    blocks_down: list[tuple[bytes, bytes, bytes]] | None = None
 
     @property
     def req_ids(self) -> list[int]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from common.config import Config
@@ -89,6 +89,7 @@ class BlockManager:
         prefixes: the cached prefixes.
         hash_to_block_id: the published blocks by hash (PrefixCache).
         digests: digests of published blocks.
+        on_published: called with a sequence and the place of a block that it has published; None without KV tiers.
         free_block_ids: free blocks in the order of allocation: empty ones, then cached ones, least recently used
             first.
 
@@ -106,6 +107,7 @@ class BlockManager:
         self.prefixes = PrefixCache(config, self.blocks)
         self.hash_to_block_id = self.prefixes.hash_to_block_id
         self.digests = BlockDigests(config)
+        self.on_published: Callable[[Sequence, int], None] | None = None
         self.free_block_ids: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._chains: dict[int, _Chain] = {}
 
@@ -193,6 +195,30 @@ class BlockManager:
         while seq.publish_at <= seq.num_computed_tokens:
             self._publish_next(seq, chain)
 
+    def adopt(self, seq: Sequence, cached: list[int], count: int) -> list[int]:
+        """Publishes free blocks as the next `count` blocks of a waiting sequence, behind its cached prefix.
+
+        The next step has to write their KV before it computes.
+
+        Returns:
+            Ids of the blocks, in order; fewer if the free blocks end, or another prefix has a block's hash.
+        """
+        # Held meanwhile, or a new block might evict one of them.
+        for block_id in cached:
+            self._claim(block_id)
+        node = self.blocks[cached[-1]].node if cached else self.prefixes.root(seq.cache_salt)
+        adopted: list[int] = []
+        for i in range(len(cached), len(cached) + count):
+            if node is None or not self.free_block_ids or self.prefixes.hashes(seq)[i] in self.hash_to_block_id:
+                break
+            block = self.blocks[self._take()]
+            self.prefixes.add(block, seq, i, self.prefixes.tokens(seq, i), node)
+            adopted.append(block.block_id)
+            node = block.node
+        for block_id in reversed([*cached, *adopted]):
+            self._release(block_id)
+        return adopted
+
     def publish_tail(self, seq: Sequence) -> None:
         """Publishes the beginning of a prompt's last block; call after `publish`, with the first token."""
         self.prefixes.add_tail(seq)
@@ -252,6 +278,8 @@ class BlockManager:
             block = self.blocks[seq.block_table[i]]
             prefixes.add(block, seq, i, tokens, chain.node)
             self.digests.published(seq, i, tokens)
+            if self.on_published is not None:
+                self.on_published(seq, i)
         else:
             found = prefixes.find(block_hash, tokens, chain.node)
             if found is None:

@@ -29,6 +29,7 @@ from worker.engine.sequence import EndReason, Sequence
 from worker.engine.speculation.cost_probe import measure_costs
 from worker.engine.step import Step
 from worker.engine.step_record import StepRecord, StepRing
+from worker.engine.tier_lookups import TierLookups, Tiers
 
 log = structlog.get_logger(__name__)
 
@@ -99,9 +100,11 @@ class EngineCore:
         clock: monotonic seconds; a virtual clock in simulations.
         executor: runs the batches; None for this process, with deferred output on a thread.
         grammars: compiles the grammars of sequences; None refuses sequences with grammars.
+        tiers: KV tiers below the block pool, closed with the engine; None without any.
 
     Attributes:
         steps: records of its newest steps, which other threads may read.
+        tiers: waits for KV tiers; None without tiers.
 
     Raises:
         InvalidFieldError: see Scheduler.
@@ -114,10 +117,12 @@ class EngineCore:
         clock: Callable[[], float] = time.monotonic,
         executor: Executor | None = None,
         grammars: GrammarCompiler | None = None,
+        tiers: Tiers | None = None,
     ) -> None:
         self.config = config
         self.runner = runner
         self.scheduler = Scheduler(config)
+        self.tiers = None if tiers is None else TierLookups(self.scheduler.lifecycle, *tiers)
         self.steps = StepRing()
         in_process = ThreadExecutor if config.deferred_output else InlineExecutor
         self.executor: Executor = executor or in_process(self._forward, clock)
@@ -180,8 +185,10 @@ class EngineCore:
                 self._watch(seq)
 
     def _watch(self, seq: Sequence) -> None:
-        """Watches the deadline of a sequence, and the compilation of its grammar."""
+        """Watches the deadline of a sequence, the compilation of its grammar, and its blocks in KV tiers."""
         self._deadlines.add(seq)
+        if self.tiers is not None:
+            self.tiers.enter(seq)
         if seq.sampling_params.grammar and self._grammars is not None:
             seq.compiling = self._grammars.begin(seq.sampling_params.grammar, seq.cache_salt)
             self._compiling.append(seq)
@@ -247,6 +254,8 @@ class EngineCore:
         self._deadlines.compact(len(self.scheduler.lifecycle.live))
         if self._compiling:
             self._look_at_grammars(now)
+        if self.tiers is not None:
+            self.tiers.look(now, self.scheduler.meter.rate)
         in_flight = self.scheduler.in_flight
         scheduled = self.scheduler.schedule(now)
         if scheduled is None:
@@ -279,6 +288,8 @@ class EngineCore:
     def _launch(self, step: Step, now: float) -> None:
         """Records a step that was scheduled from `now` on, and submits its batch."""
         lifecycle, batch = self.scheduler.lifecycle, step.batch
+        if self.tiers is not None:
+            self.tiers.move_with(batch)
         blocks = lifecycle.block_manager
         step.record = StepRecord(
             lifecycle.totals.steps,
@@ -312,10 +323,14 @@ class EngineCore:
         except BaseException:
             if result.done() and result.exception() is not None:
                 self.scheduler.discard(step.seqs.values(), batch)
+                if self.tiers is not None:
+                    self.tiers.put_back(batch)
             raise
         totals = self.scheduler.lifecycle.totals
         num_generated, now = totals.generated_tokens, self._clock()
         record.finished, record.duration_s = now, duration_s
+        if self.tiers is not None and output.blocks_down:
+            self.tiers.store.store(output.blocks_down)
         self.scheduler.record_step(batch, duration_s)
         self.scheduler.postprocess(step.seqs.values(), output, batch=batch, now=now)
         record.num_new_tokens = totals.generated_tokens - num_generated
@@ -342,8 +357,10 @@ class EngineCore:
         return False
 
     def close(self) -> None:
-        """Ends the executor's thread or ranks."""
+        """Ends the executor's thread or ranks, and the tiers' threads."""
         self.executor.close()
+        if self.tiers is not None:
+            self.tiers.store.close()
 
     def load(self) -> EngineLoad:
         """The current load; O(1) apart from unfinished prefills."""

@@ -39,6 +39,7 @@ class EngineFigures:
         accepted_tokens: accepted drafts.
         drafts: verified and accepted drafts by method and by the draft's position after a token, from 0 on.
         ended: sequences by the reason of their end.
+        tier_blocks: KV blocks by tier and by what became of them there.
     """
 
     running: int = 0
@@ -58,6 +59,7 @@ class EngineFigures:
     accepted_tokens: int = 0
     drafts: Mapping[tuple[str, int], tuple[int, int]] = field(default_factory=dict)
     ended: Mapping[str, int] = field(default_factory=dict)
+    tier_blocks: Mapping[tuple[str, str], int] = field(default_factory=dict)
 
     @property
     def kv_usage(self) -> float:
@@ -139,6 +141,7 @@ def observe_engine(metrics: Metrics, read: ReadFigures, labels: Labels) -> None:
     for place, one in enumerate(_OF_DRAFTS):
         metrics.counter(one.name, one.unit, one.description, _drafts(read, one, place, labels))
     metrics.counter(names.ENGINE_ENDED, "{sequence}", "Sequences that have ended, by the reason", _ended(read, labels))
+    metrics.counter(names.ENGINE_TIER_BLOCKS, "{block}", "KV blocks in tiers, by result", _tiers(read, labels))
 
 
 def _figure(read: ReadFigures, one: _Instrument, labels: Labels) -> Callable[[], Observed]:
@@ -168,6 +171,17 @@ def _ended(read: ReadFigures, labels: Labels) -> Callable[[], Observed]:
     def observe() -> Observed:
         figures = read() or EngineFigures()
         return [(count, {**labels, names.END_REASON: why}) for why, count in figures.ended.items()]
+
+    return observe
+
+
+def _tiers(read: ReadFigures, labels: Labels) -> Callable[[], Observed]:
+    def observe() -> Observed:
+        figures = read() or EngineFigures()
+        return [
+            (count, {**labels, names.KV_TIER: tier, names.TIER_RESULT: result})
+            for (tier, result), count in figures.tier_blocks.items()
+        ]
 
     return observe
 

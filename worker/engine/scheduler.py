@@ -13,8 +13,8 @@ prefix_cache.py), how many prompt tokens a step can afford (prefill_meter.py), w
 
 Invariants of prefills:
 - admission is first come, first served within a priority class, higher classes first: a prompt that finds no blocks
-  blocks those behind it. A prompt is passed over only while its grammar is compiled, or while another sequence
-  computes its next block or tail, which it then finds in the cache;
+  blocks those behind it. A prompt is passed over only while its grammar is compiled, while it waits for KV tiers, or
+  while another sequence computes its next block or tail, which it then finds in the cache;
 - all blocks of a prompt are reserved when it is admitted, so that its chunks cannot run out of them;
 - a step that preempts admits nothing, or a new sequence would get the victim's blocks;
 - at most `max_num_seqs` sequences run.
@@ -196,7 +196,7 @@ class Scheduler:
             if seq.num_inflight_tokens:
                 # Preempted with a step in flight: its late token is a token to compute too.
                 break
-            if seq.waits_for_grammar or self._prefixes.follows(seq, step.fronts):
+            if seq.waits_for_grammar or seq.waits_for_kv or self._prefixes.follows(seq, step.fronts):
                 continue
             cached = self._prefixes.cached_blocks(seq)
             lookups -= len(cached) + 1

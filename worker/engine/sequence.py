@@ -119,6 +119,7 @@ class Sequence:
         "hash_root",
         "held_until",
         "id",
+        "kv_names",
         "leave_reason",
         "leave_time",
         "ledger",
@@ -156,6 +157,7 @@ class Sequence:
         "tail_hash",
         "token_ids",
         "type",
+        "waits_for_kv",
         "work_before",
     )
 
@@ -200,6 +202,8 @@ class Sequence:
         self.cache_salt = cache_salt
         self.block_hashes = [] if block_hashes is None else block_hashes
         self.packed_ids = bytearray(packed_ids)
+        # Names of the first full blocks in KV tiers (tier_lookups.py); empty without tiers.
+        self.kv_names: list[bytes] = []
         # Length and hash of the tail that the prefix cache looked up last.
         self.tail_hash: tuple[int, int] | None = None
         self.priority = priority
@@ -261,6 +265,8 @@ class Sequence:
         self.work_before = (0, 0)
         self.leave_time: float | None = None
         self.leave_reason = ""
+        # True until KV tiers have said which of its blocks they have; False without tiers.
+        self.waits_for_kv = False
         # Compilation of its grammar, which precedes its first step; None without a grammar, or when it is done.
         self.compiling: Future[object] | None = None
 

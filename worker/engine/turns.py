@@ -145,7 +145,7 @@ class EngineTurns:
                 case EndAll(message):
                     outputs += self.core.abort_all(EndReason.CANCELLED, message)
                 case Flush(done):
-                    flushed.append((done, self.core.scheduler.block_manager.flush()))
+                    flushed.append((done, self._flush()))
                 case WatchBlocks():
                     self._prefixes.watch_blocks()
         if self.core.has_unfinished():
@@ -187,7 +187,14 @@ class EngineTurns:
                 for position, both in enumerate(stats.by_position)
             },
             ended={reason.name.lower(): count for reason, count in totals.ended.items()},
+            tier_blocks={} if self.core.tiers is None else self.core.tiers.store.counts(),
         )
+
+    def _flush(self) -> int:
+        """Drops cached blocks without a holder, and those in host memory. Returns the number in the pool."""
+        if self.core.tiers is not None:
+            self.core.tiers.store.flush()
+        return self.core.scheduler.block_manager.flush()
 
     def _submit(self, seqs: Many[Sequence], *, is_gated: bool) -> list[RequestOutput]:
         """Adds the sequences that the engine can run. Returns outputs that end the others."""

@@ -27,6 +27,7 @@ from worker.engine.batch import ScheduledBatch, ScheduledBatchOutput
 from worker.engine.sequence import Sequence
 from worker.grammars import Grammars, model_grammars
 from worker.model.architectures import model_class
+from worker.model.block_bytes import BlockBytes, BlocksDown
 from worker.model.block_tables import BlockTables
 from worker.model.decode_graphs import DecodeGraphs, capture_sizes
 from worker.model.dtypes import resolve_dtype, resolve_kv_dtype, resolve_packed_format, warn_of_kv_scales
@@ -87,6 +88,11 @@ class _Pool:
     data: dict[str, KVCacheTensor] = field(default_factory=dict)
     draft_cache: KVCache = None
     draft_data: dict[str, KVCacheTensor] = field(default_factory=dict)
+
+    @property
+    def caches(self) -> list[KVCache]:
+        """The caches that there are."""
+        return [cache for cache in (self.cache, self.draft_cache) if cache is not None]
 
 
 class ModelRunner:
@@ -164,6 +170,7 @@ class ModelRunner:
         self.may_force = self.grammars is not None and self.kernels.batch_invariant
         self.forces = self.may_force and self.shard.rank == 0
         self._kv_digester = KvDigester(self.kernels, self.shard)
+        self._block_bytes = BlockBytes(self.kernels)
         self._graphs: DecodeGraphs | None = None
         # One for steps of decodes alone, one for others, which may alternate.
         self._tables = {True: BlockTables(), False: BlockTables()}
@@ -274,9 +281,10 @@ class ModelRunner:
         rows, digests, logprobs = step.sampled, None, None
         with torch.inference_mode():
             kv_digests = self._kv_digester.begin(self._kv_cache, batch.digested_blocks)
-            self.kernels.kv_cache.copy_blocks(self._kv_cache, batch.block_copies)
-            if self.draft_proposer is not None:
-                self.kernels.kv_cache.copy_blocks(self._pool.draft_cache, batch.block_copies)
+            blocks_down = self._block_bytes.read(self._pool.caches, batch.blocks_down)
+            self._block_bytes.write(self._pool.caches, batch.blocks_up)
+            for cache in self._pool.caches:
+                self.kernels.kv_cache.copy_blocks(cache, batch.block_copies)
             final, before_targets, hidden = self._states(step)
             pooled = self.sampler.pooled(batch, hidden[:, : self.model_config.hidden_size], self.model.classifier)
             given = self.sampler.given_logprobs(batch, lambda rows: self._logits(before_targets[rows]))
@@ -295,7 +303,7 @@ class ModelRunner:
         self.sampler.end_complete(batch)
         forced = self.sampler.forced(batch) if self.forces else {}
         with_ends = self.sampler.later_ends(batch)
-        return lambda: _with_forced(with_ends(last.output), forced)
+        return lambda: _completed(with_ends(last.output), forced, blocks_down)
 
     @torch.inference_mode()
     def _draft(
@@ -458,9 +466,13 @@ def _refuse_gpu_settings(config: Config, kernels: str) -> None:
         )
 
 
-def _with_forced(output: ScheduledBatchOutput, forced: dict[int, tuple[int, list[int]]]) -> ScheduledBatchOutput:
+def _completed(
+    output: ScheduledBatchOutput, forced: dict[int, tuple[int, list[int]]], blocks_down: BlocksDown | None
+) -> ScheduledBatchOutput:
     if forced:
         output.forced_token_ids = forced
+    if blocks_down is not None:
+        output.blocks_down = blocks_down()
     return output
 
 

@@ -174,7 +174,7 @@ class SimulatedRunner:
         start = self._clock()
         if self.check_contexts:
             self._check_sharing(batch)
-        self._copy_blocks(batch)
+        blocks_down = self._move_blocks(batch)
         batch = settled(batch, self._last_output)
         inputs = batch.input_tokens(self._last_output)
         sampled: dict[int, tuple[int, ...]] = {}
@@ -197,9 +197,20 @@ class SimulatedRunner:
                 pooled[seq_id] = self._pooled(states, batch.pooled[i])
         self._pause_until(start + self.cost.step_s(StepWork.of(batch)))
         self._last_output = ScheduledBatchOutput(
-            sampled, drafts or None, digests or None, logprobs or None, given or None, pooled=pooled or None
+            sampled,
+            drafts or None,
+            digests or None,
+            logprobs or None,
+            given or None,
+            pooled=pooled or None,
+            blocks_down=blocks_down,
         )
         return self._last_output
+
+    @property
+    def kv_block_bytes(self) -> int:
+        """Bytes of one KV block."""
+        return 2 * self.block_size * self._before.itemsize
 
     def reference(self, token_ids: Sequence[int], num_tokens: int, seed: int = 0, choice: int = 0) -> list[int]:
         """The `num_tokens` tokens that must follow `token_ids`, whatever the batch, the cache and the chunks."""
@@ -312,11 +323,20 @@ class SimulatedRunner:
             drafts.append((token + 1) % self.vocab_size if wrong else token)
         return drafts
 
-    def _copy_blocks(self, batch: ScheduledBatch) -> None:
-        size = self.block_size
+    def _move_blocks(self, batch: ScheduledBatch) -> list[tuple[bytes, bytes, bytes]]:
+        """Reads blocks for KV tiers, writes those that come from there, and copies blocks."""
+        size, kept = self.block_size, (self._before, self._after)
+        down = [
+            (*key, b"".join(states[block * size : (block + 1) * size].tobytes() for states in kept))
+            for block, key in batch.blocks_down.items()
+        ]
+        for block, data in batch.blocks_up:
+            for states, half in zip(kept, (data[: len(data) // 2], data[len(data) // 2 :]), strict=True):
+                states[block * size : (block + 1) * size] = memoryview(half).cast("Q")
         for source, target in batch.block_copies:
-            for states in (self._before, self._after):
+            for states in kept:
                 states[target * size : (target + 1) * size] = states[source * size : (source + 1) * size]
+        return down
 
     def _compute(self, batch: ScheduledBatch, i: int, tokens: list[int]) -> list[int]:
         """The states after each of a sequence's tokens."""

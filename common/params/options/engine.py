@@ -160,6 +160,13 @@ _SCHEDULING: Final = (
         (WORKER,), Fraction(), 0.0625, metavar="FRACTION", field="kv_digests", library_default=0.0,
     ),
     Option(
+        "--kv-tiers", "FISSILE_KV_TIERS",
+        "Where cached KV blocks go besides the KV cache, so that prompts find more of their beginnings there: "
+        "memory:SIZE, files:FOLDER:SIZE and redis://HOST:PORT/DATABASE, with commas between. A block that is damaged, "
+        "missing or late is computed. Whoever can write to a tier can change answers. Default: nowhere.",
+        (SERVE, WORKER, OFFLINE), default="", metavar="TIER,TIER,...", is_passed_on=True, field="kv_tiers",
+    ),
+    Option(
         "--constraints/--no-constraints", "FISSILE_CONSTRAINTS",
         "Serve answers that must match a schema, a regular expression or a grammar. This takes up to 100 MB on each "
         "rank, for the vocabulary.",

@@ -7,13 +7,14 @@ import random
 from common.config import Config
 from common.params.config_parts import SpeculativeConfig
 from worker.engine.core import EngineCore
+from worker.engine.tier_lookups import Tiers
 from worker.simulation.runner import SimulatedRunner
 
 BLOCK = 16
 
 
-def engine(*, num_drafts: int = 0, **options: object) -> EngineCore:
-    """An engine of five blocks, with further fields of its Config."""
+def engine(*, num_drafts: int = 0, tiers: Tiers | None = None, **options: object) -> EngineCore:
+    """An engine of five blocks, with KV tiers, if any, and further fields of its Config."""
     config = Config(
         max_model_len=80,
         num_kvcache_blocks=5,
@@ -22,7 +23,8 @@ def engine(*, num_drafts: int = 0, **options: object) -> EngineCore:
         speculative_config=SpeculativeConfig(num_drafts, adaptive=False) if num_drafts else None,
         **options,  # type: ignore[arg-type]
     )
-    return EngineCore(config, SimulatedRunner(50, None, block_size=BLOCK, num_blocks=5, num_drafts=num_drafts))
+    runner = SimulatedRunner(50, None, block_size=BLOCK, num_blocks=5, num_drafts=num_drafts)
+    return EngineCore(config, runner, tiers=tiers)
 
 
 def prompts(num_shared: int) -> list[list[int]]:

@@ -1,0 +1,146 @@
+"""An engine with KV tiers: whatever the tiers do, every stream is the reference stream."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import pytest
+
+from common.config import SCHEDULING_POLICIES, Config, SpeculativeConfig
+from common.params.sampling_params import SamplingParams
+from tests.covering import slow_but
+from worker.engine.core import EngineCore
+from worker.engine.sequence import Sequence
+from worker.engine.tier_lookups import Tiers, root_name
+from worker.kv_tiers.memory_tier import MemoryTier
+from worker.kv_tiers.shared_tiers import FileTier
+from worker.kv_tiers.tiers import DAMAGED, FAILED, HEADER_BYTES, HIT, KvTier, KvTiers
+from worker.simulation.runner import SimulatedRunner
+
+VOCAB, SIZE = 40, 16
+BLOCK_BYTES = 16 * SIZE
+VALUE_BYTES = HEADER_BYTES + BLOCK_BYTES
+REQUESTS = 300
+
+
+class Liar:
+    """A tier that gives some of its values back wrong: another bit, cut off, of another name, or an error."""
+
+    def __init__(self, rnd: random.Random, share: float) -> None:
+        self.rnd = rnd
+        self.share = share
+        self.values: dict[bytes, bytes] = {}
+        self.lies = 0
+
+    def get(self, name: bytes) -> bytes | None:
+        value = self.values.get(name)
+        if value is None or self.rnd.random() >= self.share:
+            return value
+        self.lies += 1
+        match self.rnd.randrange(4):
+            case 0:
+                place = self.rnd.randrange(len(value))
+                return value[:place] + bytes([value[place] ^ 1 << self.rnd.randrange(8)]) + value[place + 1 :]
+            case 1:
+                return value[: self.rnd.randrange(len(value))]
+            case 2:
+                return self.values[self.rnd.choice([each for each in self.values if each != name] or [b""])]
+            case _:
+                raise OSError("no answer")
+
+    def put(self, name: bytes, parent: bytes, value: bytes) -> None:
+        del parent
+        if self.rnd.random() < self.share:
+            raise OSError("no room")
+        self.values[name] = value
+
+
+def engine(tiers: Mapping[str, KvTier], rnd: random.Random) -> EngineCore:
+    """An engine whose few blocks make it evict and preempt."""
+    drafts = rnd.choice([0, 2])
+    config = Config(
+        num_kvcache_blocks=rnd.choice([9, 12, 20]),
+        kv_cache_block_size=SIZE,
+        max_model_len=9 * SIZE,
+        max_num_seqs=rnd.choice([2, 8]),
+        max_num_batched_tokens=rnd.choice([24, 64, 200]),
+        scheduling_policy=rnd.choice(SCHEDULING_POLICIES),
+        enable_prefix_caching=True,
+        deferred_output=rnd.random() < 0.3,
+        speculative_config=SpeculativeConfig(drafts) if drafts else None,
+    )
+    runner = SimulatedRunner(VOCAB, None, block_size=SIZE, num_blocks=config.num_kvcache_blocks, num_drafts=drafts)
+    # A clock that is past every rest, so that a tier that fails is asked again at once.
+    clock = itertools.count(0.0, 100.0)
+    store = KvTiers(tiers, BLOCK_BYTES, lambda: next(clock))
+    return EngineCore(config, runner, tiers=Tiers(store, root_name(["simulated"])))
+
+
+def prompts(rnd: random.Random, count: int) -> list[tuple[list[int], bytes]]:
+    """Prompts that share beginnings, and their salts."""
+    shared = [[rnd.randrange(VOCAB) for _ in range(n)] for n in (16, 40, 64, 80)]
+    return [
+        (
+            [*rnd.choice(shared), *(rnd.randrange(VOCAB) for _ in range(rnd.randint(1, 30)))],
+            rnd.choice([b"", b"", b"a"]),
+        )
+        for _ in range(count)
+    ]
+
+
+def run(core: EngineCore, rnd: random.Random, wanted: Iterable[tuple[list[int], bytes]]) -> int:
+    """Runs requests, a few at a time, and compares each with the reference. Returns the tokens found in caches."""
+    left, live, seed, found = list(wanted), dict[int, Sequence](), 0, 0
+    while left or live or core.has_unfinished():
+        while left and len(live) < 6 and rnd.random() < 0.6:
+            tokens, salt = left.pop()
+            seed += 1
+            params = SamplingParams(max_tokens=rnd.randint(1, 20), ignore_eos=True)
+            seq = Sequence(tokens, SIZE, params, seed=seed, cache_salt=salt, arrive_time=time.monotonic())
+            live[seq.id] = seq
+            core.add_request(seq)
+        for out in core.step().outputs:
+            if out.start is not None:
+                found += out.start.cached_tokens
+            if out.finished:
+                seq = live.pop(out.request_id)
+                assert isinstance(core.runner, SimulatedRunner)
+                want = core.runner.reference(seq.prompt_token_ids, seq.max_tokens, seed=seq.seed)
+                assert seq.completion_token_ids == want
+        if not core.scheduler.in_flight:
+            core.scheduler.check_integrity()
+        if not rnd.randrange(40):
+            core.scheduler.block_manager.flush()
+    return found
+
+
+@pytest.mark.parametrize("seed", slow_but({0, 1}, range(12)))
+def test_answers_are_the_same_with_tiers_of_each_kind(tmp_path: Path, seed: int) -> None:
+    rnd = random.Random(seed)
+    memory = MemoryTier(rnd.choice([6, 40]) * VALUE_BYTES, VALUE_BYTES)
+    files = FileTier(tmp_path, 30 * VALUE_BYTES)
+    core = engine({"memory": memory, "files": files}, rnd)
+    run(core, rnd, prompts(rnd, REQUESTS))
+    assert core.tiers is not None
+    counts = core.tiers.store.counts()
+    core.close()
+    assert counts["memory", HIT] > 0
+    assert counts["files", HIT] > 0
+    assert not any(count for (_, result), count in counts.items() if result in (DAMAGED, FAILED))
+
+
+@pytest.mark.parametrize("seed", slow_but({0, 1}, range(12)))
+def test_tier_that_lies_changes_no_token_and_fails_no_request(seed: int) -> None:
+    rnd = random.Random(seed)
+    liar = Liar(random.Random(seed + 1), 0.1)
+    core = engine({"liar": liar}, rnd)
+    run(core, rnd, prompts(rnd, REQUESTS))
+    assert core.tiers is not None
+    counts = core.tiers.store.counts()
+    core.close()
+    assert counts["liar", DAMAGED] + counts["liar", FAILED] >= liar.lies > 0
+    assert counts["liar", HIT] > 0

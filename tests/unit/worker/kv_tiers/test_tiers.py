@@ -1,0 +1,286 @@
+"""The tiers one by one: what they keep, what leaves first, and what wrong values, full disks and hanging stores do."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from common.errors import InvalidFieldError
+from common.params.sampling_params import SamplingParams
+from tests.unit.worker.engine.small_engine import BLOCK, engine, prompts
+from worker.engine.batch import ScheduledBatch, ScheduledBatchOutput
+from worker.engine.sequence import Sequence
+from worker.engine.tier_lookups import NAME_BYTES, Tiers, next_name, root_name, salted_name
+from worker.kv_tiers.memory_tier import MemoryTier
+from worker.kv_tiers.shared_tiers import FileTier
+from worker.kv_tiers.tier_option import open_tiers
+from worker.kv_tiers.tiers import (
+    DROPPED,
+    FAILED,
+    HEADER_BYTES,
+    LATE,
+    MAX_WAITING_BYTES,
+    MISS,
+    STORED,
+    KvFetch,
+    KvTiers,
+    pack,
+    unpack,
+)
+from worker.simulation.runner import SimulatedRunner
+
+BYTES = 32
+VALUE = HEADER_BYTES + BYTES
+
+
+def name(*place: int) -> bytes:
+    return bytes(place).ljust(NAME_BYTES, b"\0")
+
+
+def value(*place: int) -> bytes:
+    return pack(name(*place), bytes(place).ljust(BYTES, b"-"))
+
+
+def until(is_true: Callable[[], bool]) -> None:
+    end = time.monotonic() + 60
+    while not is_true():
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
+def until_read(fetch: KvFetch) -> None:
+    until(lambda: fetch.is_done)
+
+
+def test_value_is_read_only_whole_undamaged_and_under_its_own_name() -> None:
+    packed = value(1)
+    assert unpack(name(1), packed, BYTES) == bytes([1]).ljust(BYTES, b"-")
+    assert unpack(name(2), packed, BYTES) is None
+    assert unpack(name(1), packed, BYTES + 1) is None
+    assert all(unpack(name(1), packed[:length], BYTES) is None for length in range(len(packed)))
+    for bit in range(8 * len(packed)):
+        damaged = bytearray(packed)
+        damaged[bit // 8] ^= 1 << bit % 8
+        assert unpack(name(1), bytes(damaged), BYTES) is None
+
+
+def test_name_says_all_that_a_block_depends_on() -> None:
+    root = root_name(["weights", "numerics", 16])
+    roots = [root, root_name(["other weights", "numerics", 16]), root_name(["weights", "numerics", 32])]
+    roots += [salted_name(root, b"a"), salted_name(root, b"b")]
+    names = [next_name(each, tokens) for each in roots for tokens in (b"\1\0\0\0", b"\2\0\0\0")]
+    names += [next_name(names[0], b"\1\0\0\0"), *roots]
+    assert len(set(names)) == len(names)
+    assert salted_name(root, b"") == root
+
+
+def test_memory_keeps_most_recently_used_chains_with_their_beginnings() -> None:
+    tier = MemoryTier(4 * VALUE, VALUE)
+    for chain in (1, 2):
+        tier.put(name(chain), b"", value(chain))
+        tier.put(name(chain, 1), name(chain), value(chain, 1))
+    # Chain 1 was used last, so chain 2 gives up its end, then its beginning.
+    assert tier.get(name(1)) == value(1)
+    assert tier.get(name(1, 1)) == value(1, 1)
+    tier.put(name(3), b"", value(3))
+    assert [tier.has(each) for each in (name(2), name(2, 1))] == [True, False]
+    tier.put(name(3, 1), name(3), value(3, 1))
+    assert [tier.has(each) for each in (name(1), name(1, 1), name(2), name(3))] == [True, True, False, True]
+    assert len(tier) == 4
+
+
+def test_memory_stays_closed_under_random_use() -> None:
+    rnd = random.Random(5)
+    tier, parents = MemoryTier(9 * VALUE, VALUE), dict[bytes, bytes]()
+    for _ in range(5000):
+        number = rnd.randrange(6)
+        places = [(number, *[1] * depth) for depth in range(rnd.randint(1, 8))]
+        chain = [name(*place) for place in places]
+        for place, before, each in zip(places, [b"", *chain], chain, strict=False):
+            parents[each] = before
+            if not tier.has(each):
+                # As an engine does: a block is computed and stored only behind the blocks before it.
+                if before and not tier.has(before):
+                    break
+                tier.put(each, before, value(*place))
+            assert tier.get(each) in (None, value(*place))
+        assert len(tier) <= 9
+        kept = [each for each in parents if tier.has(each)]
+        assert all(not parents[each] or tier.has(parents[each]) for each in kept)
+    tier.clear()
+    assert len(tier) == 0
+
+
+def test_files_stay_within_their_room_oldest_first(tmp_path: Path) -> None:
+    tier = FileTier(tmp_path / "kv", 8 * VALUE)
+    for i in range(8):
+        tier.put(name(i), b"", value(i))
+        os.utime(next((tmp_path / "kv").glob(f"*/{name(i).hex()}.kv")), (i, i))
+    assert tier.get(name(0)) == value(0)
+    tier.put(name(8), b"", value(8))
+    assert [i for i in range(9) if tier.get(name(i)) is not None] == [0, 3, 4, 5, 6, 7, 8]
+    assert sum(each.stat().st_size for each in (tmp_path / "kv").glob("*/*")) <= 8 * VALUE
+    assert (tmp_path / "kv").stat().st_mode & 0o777 == 0o700
+    # Another process finds them, and their size.
+    other = FileTier(tmp_path / "kv", 8 * VALUE)
+    assert other.get(name(8)) == value(8)
+
+
+def test_full_disk_leaves_no_part_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tier = FileTier(tmp_path, 8 * VALUE)
+
+    def write_half(path: Path, data: bytes) -> int:
+        with path.open("wb") as file:
+            file.write(data[: len(data) // 2])
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", write_half)
+    with pytest.raises(OSError, match="No space"):
+        tier.put(name(1), b"", value(1))
+    assert [each for each in tmp_path.rglob("*") if each.is_file()] == []
+    assert tier.get(name(1)) is None
+
+
+class Hanging:
+    """A tier that answers when it is told to."""
+
+    def __init__(self) -> None:
+        self.answers = threading.Event()
+
+    def get(self, name: bytes) -> bytes | None:
+        assert self.answers.wait(60)
+        return None
+
+    def put(self, name: bytes, parent: bytes, value: bytes) -> None:
+        assert self.answers.wait(60)
+
+
+def test_hanging_tier_holds_up_no_request() -> None:
+    tier = Hanging()
+    tiers = KvTiers({"hanging": tier}, 16 * BLOCK)
+    core = engine(tiers=Tiers(tiers, root_name(["simulated"])))
+    seqs = [Sequence(tokens, BLOCK) for tokens in prompts(40)]
+    for seq in seqs:
+        core.add_request(seq)
+    until(lambda: bool(core.step()) and not core.has_unfinished())
+    assert all(seq.num_completion_tokens for seq in seqs)
+    assert tiers.counts()["", LATE] > 0
+    tier.answers.set()
+    tiers.close()
+
+
+def test_what_cannot_be_written_soon_is_dropped_and_counted() -> None:
+    tier, size = Hanging(), MAX_WAITING_BYTES // 4
+    tiers = KvTiers({"hanging": tier}, size)
+    tiers.store((name(i), b"", b"") for i in range(6))
+    assert tiers.counts()["", DROPPED] == 2
+    tier.answers.set()
+    until(lambda: tiers.counts().get(("hanging", STORED)) == 4)
+    tiers.close()
+
+
+def test_tier_that_fails_rests_and_is_asked_again() -> None:
+    now, calls = [0.0], list[float]()
+
+    class Failing(Hanging):
+        def get(self, name: bytes) -> bytes | None:
+            calls.append(now[0])
+            if now[0] < 5:
+                raise OSError("no route")
+            return None
+
+    tiers = KvTiers({"failing": Failing()}, BYTES, lambda: now[0])
+    for now[0] in (0.0, 0.5, 1.5, 2.5, 4.0, 6.0, 9.0, 9.1):
+        fetch = tiers.fetch([name(1)])
+        assert fetch is not None
+        until_read(fetch)
+        assert fetch.blocks == []
+        fetch.close()
+    assert calls == [0.0, 1.5, 4.0, 9.0, 9.1]
+    assert tiers.counts()["failing", FAILED] == 3
+    assert tiers.counts()["failing", MISS] == 8
+    tiers.close()
+
+
+def test_memory_of_read_blocks_is_bounded_and_given_back() -> None:
+    tier, size = MemoryTier(1 << 20, VALUE), MAX_WAITING_BYTES // 2
+    tiers = KvTiers({"memory": tier}, size)
+    first = tiers.fetch([name(1), name(2), name(3)])
+    assert first is not None
+    assert first.num_names == 2
+    assert tiers.fetch([name(4)]) is None
+    first.close()
+    first.close()
+    until(lambda: (again := tiers.fetch([name(4), name(5), name(6)])) is not None and again.num_names == 2)
+    tiers.close()
+
+
+def test_interrupted_step_leaves_no_block_unwritten() -> None:
+    """A block that was published for a tier, and whose step is interrupted, is written by the next step."""
+    tier = MemoryTier(1 << 20, HEADER_BYTES + 16 * BLOCK)
+    tiers = KvTiers({"memory": tier}, 16 * BLOCK)
+    core = engine(tiers=Tiers(tiers, root_name(["simulated"])))
+    tokens, params = prompts(40)[0], SamplingParams(max_tokens=9)
+    for _ in range(2):
+        core.add_request(Sequence(tokens, BLOCK, params))
+        until(lambda: bool(core.step()) and not core.has_unfinished())
+    until(lambda: len(tier) > 0)
+    core.scheduler.block_manager.flush()
+    seq = Sequence(tokens, BLOCK, params)
+    core.add_request(seq)
+    runner, interrupted = core.runner, list[ScheduledBatch]()
+    assert isinstance(runner, SimulatedRunner)
+
+    class Interrupts:
+        def forward(self, batch: ScheduledBatch) -> ScheduledBatchOutput:
+            interrupted.append(batch)
+            raise KeyboardInterrupt
+
+    core.runner = Interrupts()
+    with pytest.raises(KeyboardInterrupt):
+        until(lambda: bool(core.step()) and not core.has_unfinished())
+    assert interrupted[0].blocks_up
+    core.runner = runner
+    until(lambda: bool(core.step()) and not core.has_unfinished())
+    assert seq.completion_token_ids == runner.reference(tokens, seq.max_tokens)
+    tiers.close()
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("memory", "memory"),
+        ("memory:", "size"),
+        ("memory:lots", "size"),
+        ("memory:1GiB,memory:2GiB", "twice"),
+        ("files:/tmp", "files"),
+        ("s3://user:secret@bucket", "names 's3'"),
+        ("disk:/tmp:1GiB", "names 'disk'"),
+        ("memory:40", "at least two blocks"),
+        ("redis://", "host"),
+    ],
+)
+def test_wrong_option_names_field_and_what_is_valid(text: str, problem: str) -> None:
+    with pytest.raises(InvalidFieldError, match=problem) as caught:
+        open_tiers(text, BYTES)
+    assert "kv_tiers" in str(caught.value)
+    assert "secret" not in str(caught.value)
+
+
+def test_option_opens_tiers_fastest_first(tmp_path: Path) -> None:
+    tiers = open_tiers(f" files:{tmp_path / 'a:b'}:1MiB , memory:1MiB", BYTES)
+    assert list(tiers) == ["memory", "files"]
+    assert (tmp_path / "a:b").is_dir()
+    assert open_tiers("", BYTES) == {}
+
+
+def test_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InvalidFieldError, match="cannot be opened"):
+        open_tiers(f"files:{tmp_path / 'file' / 'kv'}:1MiB", BYTES)

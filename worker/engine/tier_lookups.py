@@ -1,0 +1,256 @@
+"""Waits of prompts for KV blocks from slower tiers, and the blocks on their way from the pool and to it. Pure.
+
+A waiting prompt asks the tiers for the blocks behind its cached prefix. What they have is published in free blocks, as
+if a sequence had computed it, and the next step writes it there before it computes. So for everything else a block
+from a tier is a cached block. A prompt waits for a tier at most as long as it would take to compute those blocks.
+
+A block's name in a tier is a cryptographic digest of all that its bytes depend on: the weights, the numerics class,
+which the dtype and the layout of the KV cache belong to, the block size, the cache salt, and all tokens up to the
+block's end. So a name has one right content, whichever worker computed it.
+
+A block that has been published goes down with the next step, which reads it before it writes anything: the bytes are
+final then, even if the block is evicted meanwhile. So eviction writes no bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as Many
+from dataclasses import dataclass
+from itertools import islice
+from typing import Final, NamedTuple, Protocol
+
+from worker.engine.batch import ScheduledBatch
+from worker.engine.block_manager import BlockManager
+from worker.engine.lifecycle import Lifecycle
+from worker.engine.sequence import Sequence, SequenceStatus
+
+# Domain of the names; another layout of blocks or values needs another number.
+_DOMAIN: Final = b"fissile kv block 1\n"
+NAME_BYTES: Final = 24
+# Waiting prompts that may look up blocks at once.
+_MOST_LOOKUPS: Final = 64
+# Wait for a tier while no step has shown how fast prompts are computed, and the shortest wait.
+_UNKNOWN_WAIT_S: Final = 1.0
+_LEAST_WAIT_S: Final = 0.02
+
+
+def root_name(facts: Iterable[object]) -> bytes:
+    """Name before the first block of prompts without a salt.
+
+    Args:
+        facts: all that the bytes of a block depend on besides its tokens and salt; each has a stable `repr`.
+    """
+    return _digest(_DOMAIN, repr(tuple(facts)).encode())
+
+
+def salted_name(root: bytes, salt: bytes) -> bytes:
+    """Name before the first block of prompts with this cache salt."""
+    return _digest(b"salt", root, salt) if salt else root
+
+
+def next_name(before: bytes, tokens: bytes | bytearray) -> bytes:
+    """Name of the block with these packed tokens, behind the block or root named `before`."""
+    return _digest(b"block", before, tokens)
+
+
+class Fetch(Protocol):
+    """Blocks on their way from a tier (worker/kv_tiers/tiers.py)."""
+
+    num_names: int
+    blocks: list[bytes]
+    is_done: bool
+
+    def close(self) -> None:
+        """Gives the blocks' memory back."""
+        ...
+
+
+class BlockStore(Protocol):
+    """The tiers."""
+
+    def has(self, name: bytes) -> bool:
+        """True if a block need not be stored."""
+        ...
+
+    def fetch(self, names: Many[bytes]) -> Fetch | None:
+        """Begins to read blocks; None if there is no room for any now."""
+        ...
+
+    def store(self, blocks: Iterable[tuple[bytes, bytes, bytes]]) -> None:
+        """Writes blocks: name, name of the block before, bytes."""
+        ...
+
+    def note_late(self) -> None:
+        """Counts a fetch that took too long."""
+        ...
+
+    def flush(self) -> None:
+        """Drops the blocks that no other engine uses."""
+        ...
+
+    def counts(self) -> Mapping[tuple[str, str], int]:
+        """Blocks since the start, by tier and by what became of them."""
+        ...
+
+    def close(self) -> None:
+        """Ends its threads."""
+        ...
+
+
+class Tiers(NamedTuple):
+    """The tiers of an engine, and the name before the first block of its prompts without a salt (`root_name`)."""
+
+    store: BlockStore
+    root: bytes
+
+
+class BlockKey(NamedTuple):
+    """Name of a block in the tiers, and that of the block before."""
+
+    name: bytes
+    parent: bytes
+
+
+@dataclass(slots=True)
+class _Lookup:
+    """One waiting prompt's wait for tiers.
+
+    `start` is the place of the first block asked for, `until` when the wait ends (monotonic seconds).
+    """
+
+    seq: Sequence
+    start: int
+    until: float
+    fetch: Fetch | None = None
+
+    def close(self) -> None:
+        """Ends the wait."""
+        self.seq.waits_for_kv = False
+        if self.fetch is not None:
+            self.fetch.close()
+            self.fetch = None
+
+
+class TierLookups:
+    """Waits of prompts for tiers, and blocks on their way between the pool and the tiers.
+
+    Args:
+        lifecycle: the live sequences and the block pool.
+        store: the tiers.
+        root: name before the first block of a prompt without a salt.
+
+    Attributes:
+        store: the tiers.
+    """
+
+    def __init__(self, lifecycle: Lifecycle, store: BlockStore, root: bytes) -> None:
+        self._lifecycle = lifecycle
+        self._blocks: BlockManager = lifecycle.block_manager
+        self._prefixes = lifecycle.block_manager.prefixes
+        self.store = store
+        self._root = root
+        self._lookups: dict[int, _Lookup] = {}
+        self._down: dict[int, BlockKey] = {}
+        self._up: list[tuple[int, bytes]] = []
+        self._blocks.on_published = self.published
+
+    def published(self, seq: Sequence, place: int) -> None:
+        """Has the block that a sequence has published at `place` stored, unless host memory keeps it."""
+        names = self._names(seq, place + 1)
+        key = BlockKey(names[place], names[place - 1] if place else b"")
+        if not self.store.has(key.name):
+            self._down[seq.block_table[place]] = key
+
+    def move_with(self, batch: ScheduledBatch) -> None:
+        """Has a step read the published blocks before it writes anything, and write blocks before it computes."""
+        batch.blocks_down, self._down = self._down, {}
+        batch.blocks_up, self._up = self._up, []
+
+    def put_back(self, batch: ScheduledBatch) -> None:
+        """Has the next step write the blocks that an interrupted one was to write."""
+        self._up = [*batch.blocks_up, *self._up]
+
+    def enter(self, seq: Sequence) -> None:
+        """Has a new sequence wait until it has asked the tiers, if they may have any of its blocks."""
+        seq.waits_for_kv = self._hittable(seq) > 0
+
+    def look(self, now: float, prefill_rate: float) -> None:
+        """Asks tiers for the blocks of waiting prompts, and publishes those that were read.
+
+        Args:
+            now: monotonic seconds.
+            prefill_rate: tokens per second of prompts; 0 if it is not known.
+        """
+        for seq_id, lookup in list(self._lookups.items()):
+            if lookup.seq.status is not SequenceStatus.WAITING:
+                # It runs or has ended. If it is preempted it asks anew.
+                lookup.close()
+                del self._lookups[seq_id]
+        # Blocks that are on their way; who needs one of them waits for it instead of asking again.
+        coming = {self._names(each.seq, each.start + 1)[each.start] for each in self._lookups.values() if each.fetch}
+        for seq in list(islice(self._lifecycle.waiting, _MOST_LOOKUPS)):
+            lookup = self._lookups.get(seq.id) or self._begin(seq, now, prefill_rate)
+            if seq.waits_for_kv:
+                self._go_on(lookup, coming, now)
+
+    def _begin(self, seq: Sequence, now: float, prefill_rate: float) -> _Lookup:
+        start = len(self._prefixes.cached_blocks(seq))
+        missing = (self._hittable(seq) - start) * seq.block_size
+        wait_s = missing / prefill_rate if prefill_rate else _UNKNOWN_WAIT_S
+        lookup = self._lookups[seq.id] = _Lookup(seq, start, now + max(_LEAST_WAIT_S, wait_s))
+        seq.waits_for_kv = missing > 0
+        return lookup
+
+    def _go_on(self, lookup: _Lookup, coming: set[bytes], now: float) -> None:
+        """Asks for a prompt's blocks, or publishes those that have come; ends its wait when it is too long."""
+        seq, fetch = lookup.seq, lookup.fetch
+        if fetch is not None and fetch.is_done:
+            if self._blocks.can_allocate(seq, None, self._lifecycle.num_growing):
+                self._publish(lookup, fetch)
+            return
+        if now > lookup.until:
+            self.store.note_late()
+            lookup.close()
+        elif fetch is None:
+            names = self._names(seq, self._hittable(seq))[lookup.start :]
+            if names and names[0] not in coming:
+                lookup.fetch = self.store.fetch(names)
+                if lookup.fetch is not None:
+                    coming.add(names[0])
+
+    def _publish(self, lookup: _Lookup, fetch: Fetch) -> None:
+        """Publishes blocks that have come in free blocks, behind the cached prefix, which may be longer by now."""
+        seq, cached = lookup.seq, self._prefixes.cached_blocks(lookup.seq)
+        blocks = fetch.blocks[len(cached) - lookup.start :] if len(cached) >= lookup.start else []
+        adopted = self._blocks.adopt(seq, cached, len(blocks))
+        self._up += zip(adopted, blocks, strict=False)
+        reached = len(cached) + len(adopted)
+        # Only a fetch for which there was no more room can have more behind it.
+        is_cut = len(fetch.blocks) == fetch.num_names and len(adopted) == len(blocks)
+        goes_on = is_cut and lookup.start < reached < self._hittable(seq)
+        lookup.close()
+        if goes_on:
+            lookup.start, seq.waits_for_kv = reached, True
+
+    def _hittable(self, seq: Sequence) -> int:
+        """Number of full blocks that a sequence may take from the cache."""
+        return seq.num_reusable_tokens // seq.block_size
+
+    def _names(self, seq: Sequence, count: int) -> list[bytes]:
+        """Names of the first `count` full blocks, kept on the sequence: tokens are only appended."""
+        names = seq.kv_names
+        before = names[-1] if names else salted_name(self._root, seq.cache_salt)
+        while len(names) < count:
+            before = next_name(before, self._prefixes.tokens(seq, len(names)))
+            names.append(before)
+        return names
+
+
+def _digest(*parts: bytes | bytearray) -> bytes:
+    digest = hashlib.blake2b(digest_size=NAME_BYTES)
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "little"))
+        digest.update(part)
+    return digest.digest()

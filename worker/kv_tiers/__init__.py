@@ -1,0 +1,1 @@
+"""Tiers below the KV block pool: host memory, files and stores that hold cached blocks."""

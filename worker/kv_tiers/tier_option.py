@@ -1,0 +1,87 @@
+"""The option `--kv-tiers`: reads it, and opens the tiers that it names."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from common.errors import InvalidFieldError
+from common.params.options.types import ByteSize
+from worker.kv_tiers.memory_tier import MemoryTier
+from worker.kv_tiers.shared_tiers import FileTier, RedisTier
+from worker.kv_tiers.tiers import HEADER_BYTES, KvTier
+
+VALID: Final = "memory:SIZE, files:FOLDER:SIZE and redis://HOST:PORT/DATABASE, each at most once, with commas between"
+_FILES: Final = re.compile(r"(.+):([^:]+)")
+
+# Opens a tier for blocks of a number of bytes.
+_Open = Callable[[int], KvTier]
+
+
+def check_tiers(text: str) -> None:
+    """Checks the text of the option.
+
+    Raises:
+        InvalidFieldError: it names an unknown tier, one twice, a wrong size, or Redis where its client is missing.
+    """
+    _parts(text)
+
+
+def open_tiers(text: str, block_bytes: int) -> dict[str, KvTier]:
+    """The tiers that the option names, in the order: memory, files, Redis.
+
+    Args:
+        text: of the option.
+        block_bytes: of a KV block.
+
+    Raises:
+        InvalidFieldError: as `check_tiers`; or a tier cannot be opened, or has no room for a block.
+    """
+    parts = _parts(text)
+    try:
+        return {kind: parts[kind](block_bytes) for kind in ("memory", "files", "redis") if kind in parts}
+    except OSError as error:
+        raise InvalidFieldError("kv_tiers", f"cannot be opened: {error}", "a folder that can be written") from None
+
+
+def _parts(text: str) -> dict[str, _Open]:
+    """Openers of the named tiers."""
+    parts: dict[str, _Open] = {}
+    for part in filter(None, (each.strip() for each in text.split(","))):
+        kind, opens = _read(part)
+        if kind in parts:
+            raise InvalidFieldError("kv_tiers", f"names {kind} twice", VALID)
+        parts[kind] = opens
+    return parts
+
+
+def _read(part: str) -> tuple[str, _Open]:
+    kind, _, rest = part.partition(":")
+    if kind in ("redis", "rediss"):
+        server = RedisTier(part)
+        return "redis", lambda block_bytes: server
+    try:
+        if kind == "memory":
+            size = ByteSize().read(rest)
+            return "memory", lambda block_bytes: MemoryTier(_room(size, block_bytes), HEADER_BYTES + block_bytes)
+        if kind == "files" and (match := _FILES.fullmatch(rest)):
+            folder, most = Path(match[1]), ByteSize().read(match[2])
+            return "files", lambda block_bytes: FileTier(folder, _room(most, block_bytes))
+    except ValueError as error:
+        raise InvalidFieldError("kv_tiers", str(error), VALID) from None
+    # A URL of another store may hold a password, so the error shows the kind alone.
+    raise InvalidFieldError("kv_tiers", f"names {kind!r}", VALID)
+
+
+def _room(size: int, block_bytes: int) -> int:
+    """The size of a tier that has room for blocks.
+
+    Raises:
+        InvalidFieldError: it has room for none.
+    """
+    least = 2 * (HEADER_BYTES + block_bytes)
+    if size < least:
+        raise InvalidFieldError("kv_tiers", f"has a tier of {size} bytes", f"at least two blocks, {least}")
+    return size

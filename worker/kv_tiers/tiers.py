@@ -1,0 +1,260 @@
+"""KV tiers of an engine: its threads read blocks ahead of prompts and write blocks behind steps.
+
+No step waits for a tier. Whatever a tier does (it fails, hangs, lies, is full), the worst result is a block that is
+computed again, and a count that says so.
+
+A tier keeps a value for each block: its bytes behind a header with a digest of name and bytes. A value that is damaged,
+cut off or kept under another name is none. The digest finds accidents. It does not stop an attacker who can write to a
+tier, because it has no key.
+"""
+
+from __future__ import annotations
+
+import queue
+import struct
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Final, Protocol, TypeVar
+
+import structlog
+import xxhash
+
+from worker.kv_tiers.memory_tier import MemoryTier
+
+T = TypeVar("T")
+
+log = structlog.get_logger(__name__)
+
+# Bytes of blocks that are read but not yet in the pool, and as many that are not yet written: 256 MiB, or one block.
+MAX_WAITING_BYTES: Final = 256 << 20
+_READERS: Final = 4
+# A tier that failed is left alone for this time, then for twice as long, up to the longest.
+_REST_S: Final = 1.0
+_LONGEST_REST_S: Final = 30.0
+
+_MAGIC: Final = b"FKV1"
+# Magic, bytes of the block, digest of name and block.
+_HEADER: Final = struct.Struct("<4sQ16s")
+HEADER_BYTES: Final = _HEADER.size
+
+# What became of blocks, for metrics.
+HIT: Final = "hit"
+MISS: Final = "miss"
+DAMAGED: Final = "damaged"
+FAILED: Final = "failed"
+STORED: Final = "stored"
+DROPPED: Final = "dropped"
+LATE: Final = "late"
+
+
+def pack(name: bytes, block: bytes) -> bytes:
+    """The value that keeps a block under a name."""
+    return _HEADER.pack(_MAGIC, len(block), _checksum(name, block)) + block
+
+
+def unpack(name: bytes, value: bytes, size: int) -> bytes | None:
+    """The block in a value, or None if the value is not of this name or not `size` bytes of a whole block."""
+    if len(value) != HEADER_BYTES + size:
+        return None
+    magic, length, checksum = _HEADER.unpack_from(value)
+    block = value[HEADER_BYTES:]
+    if magic != _MAGIC or length != size or checksum != _checksum(name, block):
+        return None
+    return block
+
+
+def _checksum(name: bytes, block: bytes) -> bytes:
+    digest = xxhash.xxh3_128(name)
+    digest.update(block)
+    return digest.digest()
+
+
+class KvTier(Protocol):
+    """Keeps values under names. May raise anything; called by several threads."""
+
+    def get(self, name: bytes) -> bytes | None:
+        """The value, None without one."""
+        ...
+
+    def put(self, name: bytes, parent: bytes, value: bytes) -> None:
+        """Keeps a value; `parent` names the block before."""
+        ...
+
+
+class KvFetch:
+    """Blocks that a thread reads.
+
+    Attributes:
+        num_names: blocks asked for.
+        blocks: what was found, up to the first block that no tier has; complete once `is_done`.
+        is_done: True once reading has ended.
+    """
+
+    def __init__(self, names: Sequence[bytes], release: Callable[[], None]) -> None:
+        self._names = names
+        self._release = release
+        self._lock = threading.Lock()
+        self._is_closed = False
+        self.num_names = len(names)
+        self.blocks: list[bytes] = []
+        self.is_done = False
+
+    def read(self, get: Callable[[bytes], bytes | None]) -> None:
+        """Reads the blocks, unless the fetch is closed meanwhile."""
+        for name in self._names:
+            if self._is_closed or (block := get(name)) is None:
+                break
+            self.blocks.append(block)
+        with self._lock:
+            self.is_done = True
+            if self._is_closed:
+                self._release()
+
+    def close(self) -> None:
+        """Gives the blocks' memory back: they are taken, or no longer wanted. May be called twice."""
+        with self._lock:
+            if not self._is_closed:
+                self._is_closed = True
+                if self.is_done:
+                    self._release()
+
+
+class _Shelf:
+    """A tier with its name and counts. It rests after a failure. Its methods never raise."""
+
+    def __init__(self, name: str, tier: KvTier, clock: Callable[[], float]) -> None:
+        self.name = name
+        self.tier = tier
+        self.counts: Counter[str] = Counter()
+        self._clock = clock
+        self._rest_s = _REST_S
+        self._rests_until = 0.0
+
+    def get(self, name: bytes, size: int) -> bytes | None:
+        """The block of this name if the tier has it undamaged."""
+        value = self._try(lambda: self.tier.get(name), None)
+        block = None if value is None else unpack(name, value, size)
+        self.counts[MISS if value is None else DAMAGED if block is None else HIT] += 1
+        return block
+
+    def put(self, name: bytes, parent: bytes, value: bytes) -> None:
+        """Keeps a value if the tier works."""
+        self.counts[STORED if self._try(lambda: self._put(name, parent, value), False) else DROPPED] += 1
+
+    def _put(self, name: bytes, parent: bytes, value: bytes) -> bool:
+        self.tier.put(name, parent, value)
+        return True
+
+    def _try(self, call: Callable[[], T], otherwise: T) -> T:
+        if self._clock() < self._rests_until:
+            return otherwise
+        try:
+            result = call()
+        except Exception as error:
+            self.counts[FAILED] += 1
+            log.warning("KV tier fails", tier=self.name, why=f"{type(error).__name__}: {error}", rests_s=self._rest_s)
+            self._rests_until = self._clock() + self._rest_s
+            self._rest_s = min(2 * self._rest_s, _LONGEST_REST_S)
+            return otherwise
+        self._rest_s = _REST_S
+        return result
+
+
+class KvTiers:
+    """The tiers of one engine, fastest first.
+
+    Args:
+        tiers: by name.
+        block_bytes: of a block.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self, tiers: Mapping[str, KvTier], block_bytes: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._shelves = [_Shelf(name, tier, clock) for name, tier in tiers.items()]
+        self._memory = [tier for tier in tiers.values() if isinstance(tier, MemoryTier)]
+        self._block_bytes = block_bytes
+        self._most_waiting = max(1, MAX_WAITING_BYTES // block_bytes)
+        self._lock = threading.Lock()
+        self._num_read = self._num_unwritten = self._num_dropped = self._num_late = 0
+        self._fetches: queue.SimpleQueue[KvFetch | None] = queue.SimpleQueue()
+        self._values: queue.SimpleQueue[tuple[bytes, bytes, bytes] | None] = queue.SimpleQueue()
+        # Daemons, because a tier may hang for ever.
+        threads = [threading.Thread(target=self._read, name="kv reader", daemon=True) for _ in range(_READERS)]
+        for thread in (*threads, threading.Thread(target=self._write, name="kv writer", daemon=True)):
+            thread.start()
+
+    def has(self, name: bytes) -> bool:
+        """True if host memory keeps this block, so that it need not be stored."""
+        return any(tier.has(name) for tier in self._memory)
+
+    def fetch(self, names: Sequence[bytes]) -> KvFetch | None:
+        """Begins to read blocks, as many as there is room for. None if there is no room now."""
+        with self._lock:
+            count = min(len(names), self._most_waiting - self._num_read)
+            if count <= 0:
+                return None
+            self._num_read += count
+        fetch = KvFetch(names[:count], lambda: self._release(count))
+        self._fetches.put(fetch)
+        return fetch
+
+    def note_late(self) -> None:
+        """Counts a fetch that took longer than computing its blocks."""
+        self._num_late += 1
+
+    def store(self, blocks: Iterable[tuple[bytes, bytes, bytes]]) -> None:
+        """Writes blocks in the background: each with its name and that of the block before. Drops what is too much."""
+        for name, parent, block in blocks:
+            with self._lock:
+                if self._num_unwritten >= self._most_waiting:
+                    self._num_dropped += 1
+                    continue
+                self._num_unwritten += 1
+            self._values.put((name, parent, block))
+
+    def flush(self) -> None:
+        """Empties host memory. Tiers that others share keep their blocks."""
+        for tier in self._memory:
+            tier.clear()
+
+    def counts(self) -> dict[tuple[str, str], int]:
+        """Blocks since the start, by tier and by what became of them; the tier of those that reached none is empty."""
+        found = {(shelf.name, result): count for shelf in self._shelves for result, count in shelf.counts.items()}
+        return {**found, ("", DROPPED): self._num_dropped, ("", LATE): self._num_late}
+
+    def close(self) -> None:
+        """Ends the threads, once what they do now is done."""
+        self._values.put(None)
+        for _ in range(_READERS):
+            self._fetches.put(None)
+
+    def _release(self, count: int) -> None:
+        with self._lock:
+            self._num_read -= count
+
+    def _read(self) -> None:
+        while (fetch := self._fetches.get()) is not None:
+            fetch.read(self._get)
+
+    def _get(self, name: bytes) -> bytes | None:
+        for place, shelf in enumerate(self._shelves):
+            block = shelf.get(name, self._block_bytes)
+            if block is not None:
+                if place and self._memory:
+                    # The block before is not known here, so in memory this one is the end of a chain.
+                    self._memory[0].put(name, b"", pack(name, block))
+                return block
+        return None
+
+    def _write(self) -> None:
+        while (value := self._values.get()) is not None:
+            name, parent, block = value
+            packed = pack(name, block)
+            for shelf in self._shelves:
+                shelf.put(name, parent, packed)
+            with self._lock:
+                self._num_unwritten -= 1
