@@ -18,8 +18,9 @@ QUANTIZE: Final = (QUANTIZE_NO, "int8", "fp8", "w8a8_int8", "w8a8_fp8")
 DTYPES: Final = ("float32", "bfloat16", "float16")
 KV_CACHE_DTYPES: Final = ("bfloat16", "float16", "fp8")
 # The granularity of the scales of quantized weights.
-QUANT_TYPES: Final = ("no", "per_tensor", "per_token", "per_1x32", "per_1x128", "per_128x128")
-QUANT_DTYPES: Final = ("float32", "bfloat16", "float16", "fp8", "int8", "fp4x2", "int4x2")
+QUANT_TYPES: Final = ("no", "per_tensor", "per_token", "per_1x32", "per_1x64", "per_1x128", "per_128x128")
+# The last two are codes with zero points, in words of 32 bits.
+QUANT_DTYPES: Final = ("float32", "bfloat16", "float16", "fp8", "int8", "fp4x2", "int4x2", "int8x4")
 # Begins names of layers that are regular expressions.
 REGEX: Final = "re:"
 # Ways to propose draft tokens: a lookup, and draft models.
@@ -30,10 +31,13 @@ DRAFT_MODEL: Final = "draft_model"
 SPECULATIVE_METHODS: Final = (NGRAM, MTP, EAGLE3, DRAFT_MODEL)
 _WITH_MODEL: Final = (EAGLE3, DRAFT_MODEL)
 # Formats that the loader reads: dtype of quantized weights -> granularities. `per_token` is one scale per weight row.
+_CODE_TYPES: Final = ("per_token", "per_1x32", "per_1x64", "per_1x128")
 WEIGHT_FORMATS: Final = {
     "fp8": ("per_tensor", "per_token", "per_1x128", "per_128x128"),
     "int8": ("per_tensor", "per_token", "per_1x128", "per_128x128"),
     "fp4x2": ("per_1x32",),
+    "int4x2": _CODE_TYPES,
+    "int8x4": _CODE_TYPES,
 }
 
 
@@ -93,6 +97,8 @@ class LayerQuantConfig:
         quant_dtype: of the weights, one of QUANT_DTYPES.
         is_dynamic: whether the scales of activations are computed in the step.
         quant_method: name of the method that made the checkpoint.
+        is_symmetric: True if every zero point is the middle code.
+        has_order: True if columns were put into groups in another order than the model's.
 
     Raises:
         InvalidFieldError: a value is not known.
@@ -102,6 +108,8 @@ class LayerQuantConfig:
     quant_dtype: str = "bfloat16"
     is_dynamic: bool = True
     quant_method: str = ""
+    is_symmetric: bool = False
+    has_order: bool = False
 
     def __post_init__(self) -> None:
         require_types(self, "quant_config.")
@@ -113,13 +121,13 @@ class LayerQuantConfig:
 class QuantizationConfig:
     """Quantization of the model's weights.
 
-    A name fits a layer that is called so, lies below it or ends with it, whole components each; `*` stands for any
+    A name fits a layer that is called so, lies below it or ends with it, whole components each; `*` matches any
     text, and a name that begins with `re:` is a regular expression of the beginning of a layer's name.
 
     Attributes:
         global_quant_config: of every layer that is not named below.
         layer_quant_configs: (name, its layers' quantization); the first that fits counts.
-        exclude_layers: names of layers that are not quantized, whatever stands above.
+        exclude_layers: names of layers that are not quantized, whatever the other attributes say.
 
     Raises:
         InvalidFieldError: a value is of another type, or a name is no regular expression.

@@ -1,7 +1,7 @@
 """QuantizationConfig from `quantization_config` of config.json: how the weights are stored.
 
 Every method that is read here stores weights by the same few rules: numbers of 8 or 4 bits, and scales for the whole
-tensor, for each row, or for blocks. No PyTorch here.
+tensor, for each row, or for blocks; zero points and an order of columns for some. No PyTorch here.
 """
 
 from __future__ import annotations
@@ -10,13 +10,27 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from common.errors import InvalidFieldError
-from common.params.config_parts import WEIGHT_FORMATS, LayerQuantConfig, QuantizationConfig, weight_formats
+from common.params.config_parts import REGEX, WEIGHT_FORMATS, LayerQuantConfig, QuantizationConfig, weight_formats
 
 Spec = Mapping[str, Any]
 
-_CT_FORMATS: Final = ("float-quantized", "int-quantized", "naive-quantized", "mxfp4-pack-quantized", "mixed-precision")
+_CT_WORDS: Final = "pack-quantized"
+_CT_FORMATS: Final = (
+    "float-quantized",
+    "int-quantized",
+    "naive-quantized",
+    "mxfp4-pack-quantized",
+    "mixed-precision",
+    _CT_WORDS,
+)
 _BLOCKS: Final = {(128, 128): "per_128x128", (1, 128): "per_1x128"}
 _GROUPS: Final = {32: "per_1x32", 128: "per_1x128"}
+# Settings of codes in words: bits -> dtype, columns of a group -> granularity, and GPTQ's two kinds of zero points.
+_CODES: Final = {4: "int4x2", 8: "int8x4"}
+_CODE_GROUPS: Final = {-1: "per_token", 32: "per_1x32", 64: "per_1x64", 128: "per_1x128"}
+_GPTQ_FORMATS: Final = ("gptq", "gptq_v2")
+# compressed-tensors' `actorder` -> whether `weight_g_idx` is stored.
+_CT_ORDERS: Final = {None: False, False: False, "weight": False, "static": False, "group": True, "dynamic": True}
 _QUARK_DTYPES: Final = {"fp8_e4m3": "fp8", "int8": "int8", "fp4": "fp4x2"}
 
 
@@ -70,6 +84,70 @@ def _w8a8_fp8(spec: Spec) -> QuantizationConfig:
     return QuantizationConfig(LayerQuantConfig("per_token", "fp8", True, "w8a8_fp8"), (), _excluded(spec))
 
 
+def _gptq(spec: Spec) -> QuantizationConfig:
+    """Reads GPTQ of AutoGPTQ, GPTQModel and AutoRound; `dynamic` has other settings for some layers.
+
+    The checkpoint's tensors say which layers are quantized, whatever `lm_head` and `modules_in_block_to_quantize` say.
+    """
+    form = "marlin" if spec.get("is_marlin_format") else spec.get("checkpoint_format") or spec.get("format") or "gptq"
+    if form not in _GPTQ_FORMATS:
+        raise ValueError(f"gptq checkpoint_format {form!r} is not supported; supported: {', '.join(_GPTQ_FORMATS)}")
+    if spec.get("pack_dtype", "int32") != "int32":
+        raise ValueError(f"gptq pack_dtype {spec['pack_dtype']!r} is not supported; supported: int32")
+    named, excluded = [], list(_excluded(spec))
+    for name, own in (spec.get("dynamic") or {}).items():
+        pattern = REGEX + name.removeprefix("+:").removeprefix("-:")
+        if name.startswith("-:"):
+            excluded.append(pattern)
+        else:
+            named.append((pattern, _gptq_layer({**spec, **own}, form)))
+    return QuantizationConfig(_gptq_layer(spec, form), tuple(named), tuple(excluded))
+
+
+def _gptq_layer(spec: Spec, form: str) -> LayerQuantConfig:
+    kind = _group(spec["group_size"])
+    by_activation, is_put_back = _flag(spec, "desc_act"), _flag(spec, "static_groups")
+    has_order = by_activation and not is_put_back and kind != "per_token"
+    return LayerQuantConfig(kind, _codes(spec["bits"]), True, form, _flag(spec, "sym"), has_order)
+
+
+def _awq(spec: Spec) -> QuantizationConfig:
+    """Reads AWQ of AutoAWQ in its `gemm` form, which almost all published files have."""
+    version = str(spec.get("version") or spec.get("checkpoint_format") or "gemm").lower()
+    if version != "gemm":
+        raise ValueError(f"awq version {version!r} is not supported; supported: gemm")
+    if spec.get("backend", "autoawq") != "autoawq":
+        raise ValueError(f"awq backend {spec['backend']!r} is not supported; supported: autoawq")
+    if spec.get("zero_point", True) is not True:
+        raise ValueError(f"awq weights with zero_point {spec['zero_point']!r} are not supported; supported: true")
+    bits = spec["w_bit" if "w_bit" in spec else "bits"]
+    if type(bits) is not int or bits != 4:
+        raise ValueError(f"awq weights of {bits!r} bits are not supported; supported: 4")
+    kind = _group(spec["q_group_size" if "q_group_size" in spec else "group_size"])
+    return QuantizationConfig(LayerQuantConfig(kind, _codes(bits), True, "awq"), (), _excluded(spec))
+
+
+def _codes(bits: Any) -> str:
+    if type(bits) is not int or bits not in _CODES:
+        raise ValueError(f"weights of {bits!r} bits are not supported; supported: {', '.join(map(str, _CODES))}")
+    return _CODES[bits]
+
+
+def _group(size: Any) -> str:
+    if type(size) is not int or size not in _CODE_GROUPS:
+        supported = ", ".join(map(str, _CODE_GROUPS))
+        raise ValueError(f"group_size {size!r} is not supported; supported: {supported}")
+    return _CODE_GROUPS[size]
+
+
+def _flag(spec: Spec, key: str) -> bool:
+    """True if a setting is true; False if it is false, null or absent. Anything else is refused."""
+    value = spec.get(key)
+    if value is not None and not isinstance(value, bool):
+        raise ValueError(f"{key} is {value!r}; it must be true or false")
+    return bool(value)
+
+
 def _excluded(spec: Spec) -> tuple[str, ...]:
     return _names(spec, "modules_to_not_convert") or _names(spec, "ignored_layers")
 
@@ -85,19 +163,51 @@ def _names(spec: Spec, key: str) -> tuple[str, ...]:
 
 def _compressed_tensors(spec: Spec) -> QuantizationConfig:
     form = spec.get("format", "float-quantized")
+    if _has_settings(spec.get("transform_config"), "config_groups"):
+        raise ValueError("compressed-tensors transform_config is not supported; supported: none")
+    sparsity = (spec.get("sparsity_config") or {}).get("format", "dense")
+    if sparsity != "dense":
+        raise ValueError(
+            f"compressed-tensors sparsity_config of format {sparsity!r} is not supported; supported: dense"
+        )
     everywhere = LayerQuantConfig()
     named = []
     for group in spec["config_groups"].values():
         if (group_form := group.get("format") or form) not in _CT_FORMATS:
             supported = ", ".join(_CT_FORMATS)
             raise ValueError(f"compressed-tensors format {group_form!r} is not supported; supported: {supported}")
-        layer = _compressed_tensors_layer(group)
+        layer = _words_layer(group["weights"]) if group_form == _CT_WORDS else _compressed_tensors_layer(group)
         for target in _names(group, "targets"):
             if target == "Linear":
                 everywhere = layer
             else:
                 named.append((target, layer))
     return QuantizationConfig(everywhere, tuple(named), _names(spec, "ignore"))
+
+
+def _has_settings(value: Any, key: str) -> bool:
+    """True if an optional object has a non-empty entry."""
+    return bool(value.get(key)) if isinstance(value, Mapping) else bool(value)
+
+
+def _words_layer(weights: Spec) -> LayerQuantConfig:
+    """Reads integer weights that compressed-tensors packs into words of 32 bits."""
+    kind, bits, strategy = str(weights.get("type", "int")), weights["num_bits"], weights.get("strategy")
+    if kind != "int":
+        raise ValueError(f"compressed-tensors {_CT_WORDS} weights of type {kind!r} are not supported; supported: int")
+    size = weights.get("group_size")
+    if strategy == "channel":
+        size = -1 if size is None else size
+        if size != -1:
+            raise ValueError(f"compressed-tensors strategy 'channel' has group_size {size!r}; it must be -1 or null")
+    elif strategy != "group":
+        raise ValueError(f"weights quantized by {strategy!r} are not supported; supported: channel, group")
+    order = weights.get("actorder")
+    if order not in _CT_ORDERS:
+        raise ValueError(f"compressed-tensors actorder {order!r} is not supported; supported: group, weight, null")
+    is_symmetric = weights.get("symmetric") is None or _flag(weights, "symmetric")
+    has_order = _CT_ORDERS[order] and strategy == "group"
+    return LayerQuantConfig(_group(size), _codes(bits), True, "compressed-tensors", is_symmetric, has_order)
 
 
 def _compressed_tensors_layer(group: Spec) -> LayerQuantConfig:
@@ -166,6 +276,8 @@ def _block(block: Any) -> str:
 _METHODS: Final[dict[str, Callable[[Spec], QuantizationConfig]]] = {
     "fp8": _fp8,
     "compressed-tensors": _compressed_tensors,
+    "gptq": _gptq,
+    "awq": _awq,
     "quark": _quark,
     "mxfp4": _mxfp4,
     "w8a8_int8": _w8a8_int8,

@@ -28,6 +28,7 @@ DTYPES = {
     "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
     "F8_E8M0": torch.float8_e8m0fnu,
     "I8": torch.int8,
+    "I32": torch.int32,
     "I64": torch.int64,
     "U8": torch.uint8,
 }

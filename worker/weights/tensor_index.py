@@ -9,8 +9,25 @@ from typing import Final
 
 from common.params.config_parts import LayerQuantConfig, QuantizationConfig
 from worker.config.model_config import ModelError
+from worker.weights.packed_words import (
+    CODE_BITS,
+    COMPRESSED,
+    WordEntries,
+    WordLayout,
+    WordTensor,
+    group_size,
+    word_layout,
+    word_shapes,
+)
 from worker.weights.safetensors_file import Entry, Shape
-from worker.weights.stored_tensors import FloatTensor, QuantizedTensor, StoredTensor, matrix_shape, scales_shape
+from worker.weights.stored_tensors import (
+    Files,
+    FloatTensor,
+    QuantizedTensor,
+    StoredTensor,
+    matrix_shape,
+    scales_shape,
+)
 
 FLOATS: Final = ("F32", "BF16", "F16")
 # Tensors of ids, of draft heads.
@@ -31,6 +48,8 @@ KV_SCALE_SUFFIXES: Final = (
 )
 # Suffixes of scales of activations and of the KV cache. Neither is quantized by these scales here.
 ACTIVATION_SUFFIXES: Final = (".activation_scale", ".input_scale", ".output_scale", *KV_SCALE_SUFFIXES)
+# Tensors that published checkpoints do not have in codes.
+_FLOATS_BESIDE_CODES: Final = ("embed_tokens.weight", "lm_head.weight")
 # How many tensor names an error spells out.
 _NAMES_SHOWN: Final = 5
 
@@ -89,6 +108,8 @@ class CheckpointIndex:
         found = {name: tensor for name, tensor in places.items() if tensor is not None}
         kept = tuple(map(self.stored, kept))
         surplus = [name for name in self._entries.keys() - self._used if not self._is_harmless(name, kept)]
+        files = Files()
+        surplus = [name for name in surplus if not self._is_zero_bias(name, files)]
         # Some checkpoints with tied embeddings store the head again.
         surplus = [] if surplus == ["lm_head.weight"] else surplus
         texts = (
@@ -106,7 +127,17 @@ class CheckpointIndex:
         quantized = self._quantization != QuantizationConfig()
         return name.endswith(DERIVED_SUFFIXES + (ACTIVATION_SUFFIXES if quantized else ())) or name.startswith(kept)
 
+    def _is_zero_bias(self, name: str, files: Files) -> bool:
+        """True if a tensor is a bias of zeros beside codes. AutoGPTQ wrote one for every layer, also of models without
+        biases."""
+        layer = name.removesuffix(".bias")
+        has_codes = name != layer and f"{layer}.qweight" in self._used
+        return has_codes and self._entries[name].dtype in FLOATS and not files.tensor(self._entries[name]).any()
+
     def _find(self, name: str, shape: Shape) -> StoredTensor | None:
+        words = word_layout(name, self._entries, self._quantization.of_layer(name.removesuffix(".weight")))
+        if words is not None:
+            return self._in_words(name, shape, words)
         layout = next((each for each in _LAYOUTS if name + each.values in self._entries), None)
         if layout is None:
             self._missing.append(name)
@@ -138,6 +169,46 @@ class CheckpointIndex:
         self._check_scales(scales_name, scales, config, shape, layout)
         return QuantizedTensor(shape, values, scales, grain, packed, layout.transposed)
 
+    def _in_words(self, name: str, shape: Shape, layout: WordLayout) -> WordTensor | None:
+        layer = name.removesuffix(".weight")
+        config = self._quantization.of_layer(layer)
+        codes = self._use(layer + layout.codes)
+        if config.quant_dtype not in CODE_BITS or len(shape) != 2:
+            self._mistyped.append(f"{layer}{layout.codes} is {codes.dtype}, expected {_or(FLOATS)}")
+            return None
+        found: dict[str, Entry] = {}
+        wanted = word_shapes(layout, config, shape)
+        for ending, (dtypes, expected) in wanted.items():
+            if layer + ending not in self._entries:
+                self._missing.append(layer + ending)
+                continue
+            found[ending] = entry = self._use(layer + ending)
+            self._check_shape(layer + ending, entry, expected)
+            if entry.dtype not in dtypes:
+                self._mistyped.append(f"{layer}{ending} is {entry.dtype}, expected {_or(dtypes)}")
+        if layout.shape and layer + layout.shape in self._entries:
+            found[layout.shape] = entry = self._use(layer + layout.shape)
+            self._check_shape(layer + layout.shape, entry, (2,))
+        if len(found.keys() & wanted.keys()) < len(wanted):
+            return None
+        entries = WordEntries(
+            codes,
+            found[layout.scales],
+            found.get(layout.zeros),
+            found.get(layout.order),
+            found.get(layout.shape),
+        )
+        return WordTensor(
+            shape=shape,
+            group=group_size(config, shape[1]),
+            has_order=config.has_order,
+            layer=layer,
+            layout=layout,
+            entries=entries,
+            bits=CODE_BITS[config.quant_dtype],
+            is_symmetric=config.is_symmetric,
+        )
+
     def _check_shape(self, name: str, entry: Entry, shape: Shape) -> None:
         if entry.shape != shape:
             self._misshapen.append(f"{name} is {list(entry.shape)}, expected {list(shape)}")
@@ -162,6 +233,8 @@ def stored_as(name: str, shape: Shape, quantization: QuantizationConfig) -> dict
     layout = _BLOCKS if packed and len(shape) > 2 else _PACKED if packed else _PLAIN
     if config.quant_type == "no" or len(shape) < 2:
         return {name: ("BF16", shape)}
+    if config.quant_dtype in CODE_BITS:
+        return _stored_in_words(name, shape, config)
     matrix = matrix_shape(shape, layout.transposed)
     if packed and matrix[1] % 32:
         return {name: ("BF16", shape)}
@@ -170,6 +243,14 @@ def stored_as(name: str, shape: Shape, quantization: QuantizationConfig) -> dict
         name + layout.values: (VALUES[config.quant_dtype][0], _values_shape(shape, layout, packed)),
         name + layout.scales[-1]: (SCALES[config.quant_dtype][0], scales),
     }
+
+
+def _stored_in_words(name: str, shape: Shape, config: LayerQuantConfig) -> dict[str, tuple[str, Shape]]:
+    """See `stored_as`. Weights with an order of columns are floats here: zeros are no order."""
+    if len(shape) != 2 or name.endswith(_FLOATS_BESIDE_CODES) or config.has_order:
+        return {name: ("BF16", shape)}
+    found = word_shapes(COMPRESSED, config, shape)
+    return {name.removesuffix(".weight") + ending: (dtypes[0], each) for ending, (dtypes, each) in found.items()}
 
 
 def some(names: list[str]) -> str:

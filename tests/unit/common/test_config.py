@@ -92,8 +92,8 @@ def test_config_refuses_numbers_of_wrong_type() -> None:
         ("compilation_config", CompilationConfig(3), "compilation_config.level is 3; valid: 0: .* not built yet"),
         (
             "quant_config",
-            QuantizationConfig(LayerQuantConfig("per_token", "int4x2")),
-            "quant_config is .*'int4x2'.*; valid: fp8 per_tensor, per_token, .*; int8 .*; fp4x2 per_1x32",
+            QuantizationConfig(LayerQuantConfig("per_tensor", "int4x2")),
+            "quant_config is .*'int4x2'.*; valid: fp8 per_tensor, per_token, .*; int8 .*; fp4x2 per_1x32; int4x2 per_",
         ),
         (
             "quant_config",

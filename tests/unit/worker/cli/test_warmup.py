@@ -16,10 +16,12 @@ from common.cli.core.errors import CommandError
 from tests.checkpoints import ARCHITECTURES, DEFAULT_SHAPE
 from tests.covering import slow_but
 from tests.quantizers import SCHEMES
+from tests.word_checkpoints import WORD_SCHEMES
 from worker.cli.warmup import blank_checkpoint, num_layers, require_jit_folder, works
 from worker.cli.worker import worker
 from worker.config.model_config import ModelConfig, ModelError
 from worker.llm_engine import LLMEngine
+from worker.model.models.qwen3 import Qwen3ForCausalLM
 from worker.model.models.qwen3_moe import Qwen3MoeForCausalLM
 from worker.weights.checkpoint import load_weights
 from worker.weights.safetensors_file import read_entries
@@ -116,12 +118,12 @@ def test_kinds_of_layers_and_quantization(tmp_path: Path) -> None:
     assert answer["token_ids"] == [0, 0]
 
 
-@pytest.mark.parametrize("scheme", list(SCHEMES))
+@pytest.mark.parametrize("scheme", [*SCHEMES, *(name for name in WORD_SCHEMES if "act-order" not in name)])
 def test_warmup_quantizes_quantized_model(tmp_path: Path, scheme: str) -> None:
     """All quantized weights of a checkpoint; the weights that the model needs as floats are dequantized."""
     folder = config_only(tmp_path, "qwen3_moe", moe_intermediate_size=64)
     config = json.loads((folder / "config.json").read_text("utf-8"))
-    config["quantization_config"] = SCHEMES[scheme].config
+    config["quantization_config"] = (SCHEMES.get(scheme) or WORD_SCHEMES[scheme]).config
     (folder / "config.json").write_text(json.dumps(config), "utf-8")
     blank = tmp_path / "blank"
     blank.mkdir()
@@ -131,6 +133,20 @@ def test_warmup_quantizes_quantized_model(tmp_path: Path, scheme: str) -> None:
     for layer in ("self_attn.q_proj", "mlp.experts.3.down_proj"):
         assert weights.quantized(f"model.layers.1.{layer}.weight") is not None
         assert not weights.take(f"model.layers.1.{layer}.weight").any()
+
+
+def test_warmup_has_floats_for_codes_in_an_order(tmp_path: Path) -> None:
+    """Zeros are no order of columns."""
+    folder = config_only(tmp_path, "qwen3")
+    config = json.loads((folder / "config.json").read_text("utf-8"))
+    config["quantization_config"] = WORD_SCHEMES["gptq-act-order"].config
+    (folder / "config.json").write_text(json.dumps(config), "utf-8")
+    blank = tmp_path / "blank"
+    blank.mkdir()
+    blank_checkpoint(blank, folder)
+    short = ModelConfig.from_folder(blank)
+    weights = load_weights(blank, Qwen3ForCausalLM.tensor_shapes(short), quantization=short.quant_config)
+    assert weights.quantized("model.layers.1.self_attn.q_proj.weight") is None
 
 
 def test_warmup_refuses_unknown_architecture(tmp_path: Path) -> None:

@@ -158,7 +158,7 @@ def test_rope_spellings(tmp_path: Path) -> None:
             "rope scaling 'dynamic' is not supported; supported: def",
         ),
         ({"rope_scaling": {"rope_type": "linear"}}, "factor is missing"),
-        ({"quantization_config": {"quant_method": "awq"}}, "quant_method 'awq' is not supported; supported: fp8"),
+        ({"quantization_config": {"quant_method": "hqq"}}, "quant_method 'hqq' is not supported; supported: fp8"),
         ({"quantization_config": {"quant_method": "quark"}}, "'global_quant_config' is missing"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
         ({"torch_dtype": "float64"}, "dtype 'float64' is not supported"),

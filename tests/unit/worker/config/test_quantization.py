@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -7,6 +8,7 @@ import pytest
 from common.config import LayerQuantConfig, QuantizationConfig
 from common.errors import InvalidFieldError
 from tests.quantizers import SCHEMES
+from tests.word_checkpoints import WORD_SCHEMES
 from worker.config.quantization import parse_quantization
 
 GROUP = {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "float", "strategy": "tensor"}}
@@ -33,6 +35,104 @@ def parse(spec: dict[str, Any]) -> QuantizationConfig:
 )
 def test_methods(scheme: str, expected: LayerQuantConfig) -> None:
     assert parse(dict(SCHEMES[scheme].config)).global_quant_config == expected
+
+
+CODES_32 = LayerQuantConfig("per_1x32", "int4x2", True, "gptq")
+
+
+@pytest.mark.parametrize(
+    ("scheme", "expected"),
+    [
+        ("gptq", CODES_32),
+        ("gptq-act-order", replace(CODES_32, has_order=True)),
+        ("gptq-channel", replace(CODES_32, quant_type="per_token")),
+        ("gptq-v2", replace(CODES_32, quant_type="per_1x64", quant_method="gptq_v2")),
+        ("gptq-8-bits", replace(CODES_32, quant_dtype="int8x4", is_symmetric=True)),
+        ("awq-g128", replace(CODES_32, quant_type="per_1x128", quant_method="awq")),
+        ("compressed-tensors", replace(CODES_32, quant_method="compressed-tensors", is_symmetric=True)),
+        (
+            "compressed-tensors-channel",
+            replace(CODES_32, quant_type="per_token", quant_method="compressed-tensors", is_symmetric=True),
+        ),
+        (
+            "compressed-tensors-act-order",
+            replace(CODES_32, quant_method="compressed-tensors", is_symmetric=True, has_order=True),
+        ),
+    ],
+)
+def test_methods_of_codes_in_words(scheme: str, expected: LayerQuantConfig) -> None:
+    assert parse(WORD_SCHEMES[scheme].config).global_quant_config == expected
+
+
+def gptq(**settings: Any) -> dict[str, Any]:
+    return {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True, **settings}
+
+
+def awq(**settings: Any) -> dict[str, Any]:
+    return {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm", **settings}
+
+
+def packed(**weights: Any) -> dict[str, Any]:
+    weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128, "symmetric": True, **weights}
+    group = {"targets": ["Linear"], "weights": weights}
+    return {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"group_0": group}}
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        (gptq(bits=3), "weights of 3 bits are not supported; supported: 4, 8"),
+        (gptq(bits="4"), "weights of '4' bits are not supported"),
+        (gptq(group_size=48), "group_size 48 is not supported; supported: -1, 32, 64, 128"),
+        (gptq(group_size=0), "group_size 0 is not supported"),
+        (gptq(group_size=None), "group_size None is not supported"),
+        (
+            gptq(checkpoint_format="marlin"),
+            "checkpoint_format 'marlin' is not supported; supported: gptq, gptq_v2",
+        ),
+        (gptq(checkpoint_format="bitblas"), "gptq checkpoint_format 'bitblas' is not supported"),
+        (gptq(is_marlin_format=True), "gptq checkpoint_format 'marlin' is not supported"),
+        (gptq(pack_dtype="int64"), "gptq pack_dtype 'int64' is not supported; supported: int32"),
+        (gptq(desc_act="yes"), "desc_act is 'yes'; it must be true or false"),
+        (gptq(static_groups=3), "static_groups is 3; it must be true or false"),
+        (gptq(sym=1), "sym is 1; it must be true or false"),
+        (gptq(dynamic={"+:.*": {"bits": 2}}), "weights of 2 bits are not supported"),
+        (gptq(dynamic={"-:(": {}}), "a regular expression after"),
+        (gptq(dynamic=[1]), "quantization_config of method gptq is malformed"),
+        (awq(bits=8), "awq weights of 8 bits are not supported; supported: 4"),
+        (awq(version="gemv"), "awq version 'gemv' is not supported; supported: gemm"),
+        (awq(version="GEMV_FAST"), "awq version 'gemv_fast' is not supported"),
+        (awq(version="marlin"), "awq version 'marlin' is not supported"),
+        (awq(backend="llm-awq"), "awq backend 'llm-awq' is not supported; supported: autoawq"),
+        (awq(zero_point=False), "awq weights with zero_point False are not supported"),
+        (awq(group_size=100), "group_size 100 is not supported"),
+        (packed(num_bits=2), "weights of 2 bits are not supported; supported: 4, 8"),
+        (packed(type="float"), "pack-quantized weights of type 'float' are not supported; supported: int"),
+        (packed(strategy="tensor"), "weights quantized by 'tensor' are not supported; supported: channel, group"),
+        (packed(strategy="channel"), "strategy 'channel' has group_size 128; it must be -1 or null"),
+        (packed(group_size=None), "group_size None is not supported"),
+        (packed(actorder="newest"), "compressed-tensors actorder 'newest' is not supported; supported: group, weight"),
+        (packed(symmetric="no"), "symmetric is 'no'; it must be true or false"),
+        (
+            {**packed(), "transform_config": {"config_groups": {"R1": {}}}},
+            "compressed-tensors transform_config is not supported",
+        ),
+        (
+            {**packed(), "sparsity_config": {"format": "sparse-24-bitmask"}},
+            "sparsity_config of format 'sparse-24-bitmask' is not supported; supported: dense",
+        ),
+    ],
+)
+def test_unsupported_codes_are_refused_in_one_line(spec: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message) as error:
+        parse(spec)
+    assert "\n" not in str(error.value)
+
+
+def test_missing_settings_of_codes_are_named() -> None:
+    for spec, key in ((gptq(), "bits"), (gptq(), "group_size"), (packed(), "config_groups")):
+        with pytest.raises(KeyError, match=key):
+            parse({name: value for name, value in spec.items() if name != key})
 
 
 def test_absent_quantization_config_means_floats() -> None:
@@ -90,11 +190,15 @@ def ct(**weights: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ({"quant_method": "awq"}, "quant_method 'awq' is not supported; supported: fp8, compressed-tensors, quark, m"),
+        (
+            {"quant_method": "bitsandbytes"},
+            "quant_method 'bitsandbytes' is not supported; supported: fp8, compr",
+        ),
+        ({"quant_method": "auto-round"}, "quant_method 'auto-round' is not supported"),
         ({"bits": 4}, "quant_method 'None' is not supported"),
         ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt 'e5m2' are not supported; supported: e4m3"),
         ({"quant_method": "fp8", "weight_block_size": [64, 64]}, r"blocks of \[64, 64\] are not .*: \[128, 128\], \[1"),
-        ({**ct(), "format": "pack-quantized"}, "format 'pack-quantized' is not supported"),
+        ({**ct(), "format": "marlin-24"}, "format 'marlin-24' is not supported"),
         (ct(symmetric=False), "zero points are not supported"),
         (ct(num_bits=4, type="int"), r"weights of 4 bits \(int\) are not supported"),
         (ct(num_bits=4, strategy="group", group_size=128), "fp4x2 per_1x128 are not supported; supported: fp8 per_t"),
