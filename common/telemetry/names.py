@@ -53,8 +53,10 @@ class Stage(enum.StrEnum):
     NEIGHBOURS = "neighbours"
     SPECULATION = "speculation"
     BETWEEN_STEPS = "between_steps"
+    STALL = "stall"
     PREEMPTED = "preempted"
     RECOVERING = "recovering"
+    DETOKENIZE = "detokenize"
     DELIVERY = "delivery"
     CLIENT_WAIT = "client_wait"
     # Time on a worker that did not report its parts.

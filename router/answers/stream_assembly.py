@@ -40,12 +40,12 @@ from router.answers.channels.parser import Channel, ChannelPart
 from router.answers.delivered import DeliveredText, DeliveredTokens
 from router.answers.logit_digests import LogitChain
 from router.answers.stream_chunk import (
+    AttemptTimes,
     Echo,
     FinishInfo,
     FirstTokenInfo,
     StreamChunk,
     UnreadParts,
-    WorkerReport,
     ending_of,
     error_of,
 )
@@ -87,7 +87,8 @@ class StreamAssembly:
         num_left_out: tokens that arrived although an earlier call had delivered them.
         pooled: hidden states (float32) of an embedded prompt.
         worker_id: worker of the current attempt.
-        start, report: reports of the worker with the first token and with the end; `report` is None without an end.
+        start: report of the worker with the first token.
+        times: reports of the worker about the time of the current attempt.
         first_token_time, last_token_time: times of the first and the newest token, None before the first one.
         unread: the part of the answer that the client has not read.
         error: failure of the stream; None without one.
@@ -118,7 +119,7 @@ class StreamAssembly:
         self.pooled = b""
         self.worker_id = ""
         self.start = FirstTokenInfo()
-        self.report: WorkerReport | None = None
+        self.times = AttemptTimes()
         self.first_token_time: float | None = None
         self.last_token_time: float | None = None
         self.num_left_out = 0
@@ -167,6 +168,7 @@ class StreamAssembly:
 
     def begin_attempt(self) -> None:
         """Prepares for another worker, which sends logprobs of given tokens again if no token was generated."""
+        self.times = AttemptTimes()
         if self.logprobs is not None and not self.has_generated:
             self.logprobs.restart()
 

@@ -20,6 +20,18 @@ from router.answers.answer_logprobs import AnswerLogprobs, ChunkLogprobs
 from router.answers.channels.parser import Channel, ChannelPart, merged
 
 _STAGES: Final = {stage.value: stage for stage in Stage}
+# Stages of a decode, and the fields of StepSums that have their time.
+_SUMS: Final = tuple(
+    (stage, f"{stage}_us")
+    for stage in (
+        Stage.DECODE,
+        Stage.NEIGHBOURS,
+        Stage.SPECULATION,
+        Stage.OTHERS_PREFILL,
+        Stage.BETWEEN_STEPS,
+        Stage.STALL,
+    )
+)
 _TEXTS: Final = (Channel.CONTENT, Channel.REASONING)
 
 
@@ -40,29 +52,90 @@ class FirstTokenInfo:
 
 @dataclass(frozen=True, slots=True)
 class WorkerReport:
-    """The worker's report with the end of a sequence.
+    """Division of a sequence's time on its worker.
 
     Attributes:
-        time: its arrival at the router, monotonic seconds.
+        time: its end: arrival of the frame that has it at the router, monotonic seconds.
         parts: seconds of the sequence on the worker, by stage; empty if the worker does not report them.
         blames: the request that cost most, by stage.
+        stage: stage after `time`, if the worker has not ended the sequence.
     """
 
     time: float
     parts: dict[Stage, float]
     blames: dict[Stage, Blame]
+    stage: Stage | None = None
 
     @classmethod
     def from_proto(cls, end: wpb.SequenceEnd, now: float) -> WorkerReport:
-        """The report of an end that arrives at `now`. Stages that this version does not know are unexplained."""
-        parts, blames = dict[Stage, float](), dict[Stage, Blame]()
-        for part in end.parts[: len(Stage)]:
-            stage = _STAGES.get(part.stage, Stage.UNEXPLAINED)
-            parts[stage] = parts.get(stage, 0.0) + counted(part.us) / 1e6
-            if part.blamed_us:
-                request_id, tenant = shown(part.blamed_request), shown(part.blamed_tenant)
-                blames[stage] = Blame(request_id, tenant, counted(part.blamed_us) / 1e6)
-        return cls(now, parts, blames)
+        """The report of an end that arrives at `now`."""
+        return cls(now, *_parts_of(end.parts))
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerPhase:
+    """The worker's report of a stage that a sequence has entered.
+
+    Attributes:
+        stage: the stage.
+        parts: seconds of the sequence on the worker before this stage, by stage.
+        blames: the request that cost most, by stage.
+        sums: `StepOutput.sums` when the stage began.
+    """
+
+    stage: Stage
+    parts: dict[Stage, float]
+    blames: dict[Stage, Blame]
+    sums: wpb.StepSums
+
+    @classmethod
+    def from_proto(cls, phase: wpb.SequencePhase) -> WorkerPhase:
+        """The report of a phase. A copy: a part of a frame would keep the whole frame in memory."""
+        sums = wpb.StepSums()
+        sums.CopyFrom(phase.sums)
+        return cls(_STAGES.get(phase.stage, Stage.UNEXPLAINED), *_parts_of(phase.parts), sums)
+
+    def report(self, sums: wpb.StepSums, now: float) -> WorkerReport:
+        """The report of a sequence that leaves its worker without an end; `sums` are those of its last frame."""
+        parts = dict(self.parts)
+        if self.stage is Stage.DECODE:
+            for stage, name in _SUMS:
+                seconds = counted(getattr(sums, name) - getattr(self.sums, name)) / 1e6
+                parts[stage] = parts.get(stage, 0.0) + seconds
+        return WorkerReport(now, parts, self.blames, self.stage)
+
+
+@dataclass(slots=True)
+class AttemptTimes:
+    """Reports of a worker about the time of one attempt.
+
+    Attributes:
+        report: the division of its time, None before its end.
+        phase: the newest stage, None before the first report of one.
+        decode: the first decode, None before it.
+    """
+
+    report: WorkerReport | None = None
+    phase: WorkerPhase | None = None
+    decode: WorkerPhase | None = None
+
+    def enter(self, phase: WorkerPhase) -> None:
+        """Notes a stage that the sequence has entered."""
+        self.phase = phase
+        if phase.stage is Stage.DECODE:
+            self.decode = self.decode or phase
+
+
+def _parts_of(parts: Sequence[wpb.TimePart]) -> tuple[dict[Stage, float], dict[Stage, Blame]]:
+    """Seconds and blamed requests, by stage. Stages that this version does not know are unexplained."""
+    seconds, blames = dict[Stage, float](), dict[Stage, Blame]()
+    for part in parts[: len(Stage)]:
+        stage = _STAGES.get(part.stage, Stage.UNEXPLAINED)
+        seconds[stage] = seconds.get(stage, 0.0) + counted(part.us) / 1e6
+        if part.blamed_us:
+            request_id, tenant = shown(part.blamed_request), shown(part.blamed_tenant)
+            blames[stage] = Blame(request_id, tenant, counted(part.blamed_us) / 1e6)
+    return seconds, blames
 
 
 @dataclass(frozen=True, slots=True)

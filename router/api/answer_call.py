@@ -205,9 +205,8 @@ class AnswerCall(InFlightCall):
         input_tokens = sum(stream.assembly.prompt_tokens for stream in prompts)
         cached_tokens = sum(stream.assembly.start.cached_tokens for stream in prompts)
         record.times, record.worker_id = times_of(first, now), assembly.worker_id
-        if assembly.report is not None:
-            # What the worker has finished waits for the client, even if that never takes it.
-            first.account_end(now, now)
+        # What the worker has finished waits for the client, even if that never takes it.
+        first.account_end(now, now)
         record.ledger = first.ledger
         span.stages(record.ledger, now)
         record.attempts = max(len(stream.attempts) for stream in streams)

@@ -216,6 +216,7 @@ class RunningRequests:
         now = self._clock()
         stream.attempts.end(stream.assembly.num_tokens, now)
         stream.queued.wait.ended = now
+        stream.account_leave(session.state, now)
         self._suspects.release(stream, session.address)
         self._charges.settle(stream)
         session.state.cancel(stream.rid)

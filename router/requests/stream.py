@@ -8,8 +8,8 @@ import string
 import struct
 from array import array
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Final, TypeAlias
 
 import grpc
@@ -18,6 +18,7 @@ from fissile.worker.v1 import worker_pb2 as wpb
 
 from common.constraints.library import ENGINE
 from common.errors import ApiError, NoWorkerError, SlowClientError
+from common.limits import HEARTBEAT_S
 from common.params.pooling import MEAN, Pooling
 from common.params.sampling_params import SamplingParams
 from common.telemetry.ledger import Ledger
@@ -30,12 +31,12 @@ from common.wire.heads import worker_pooling
 from common.wire.sampling_protos import sampling_to_proto
 from router.answers.channel_reader import ChannelTerms
 from router.answers.stream_assembly import StreamAssembly
-from router.answers.stream_chunk import StreamChunk
+from router.answers.stream_chunk import StreamChunk, WorkerReport
 from router.scheduling.failover import Attempts
 from router.scheduling.lane_waits import QueueWait
 from router.scheduling.queued_request import PlacementChoice, QueuedRequest
 from router.workers.session import Session
-from router.workers.session_state import Adoption, Submission
+from router.workers.session_state import Adoption, RouterSession, Submission
 
 # Gets a worker's id, and why the placement chose it.
 SubmitListener: TypeAlias = Callable[[str, PlacementChoice | None], None]
@@ -295,6 +296,10 @@ class RequestStream:
         self.worker_version = ""
         self.is_adopted = False
         self.ledger = Ledger(Stage.QUEUE, request.arrival) if request.ledger is None else request.ledger.fork()
+        # When it left its worker, whose last frame has the text of all its tokens then.
+        self._left = 0.0
+        # Parts of the current attempt that count as recovery.
+        self._recovery: Mapping[Stage, float] = {}
         self._pacer = pacer
         # Future of the handler that waits for output, until the pacer has it.
         self._waiter: asyncio.Future[None] | None = None
@@ -439,7 +444,7 @@ class RequestStream:
 
     def _account_submission(self, now: float) -> None:
         """Notes that a worker gets the request; time after a loss counts as recovery until the next token."""
-        wait, self.assembly.report = self.queued.wait, None
+        wait = self.queued.wait
         if self.ledger.stage is not Stage.RECOVERING:
             self.ledger.enter(Stage.UNEXPLAINED, now, wait.shares())
             if wait.blame is not None:
@@ -451,34 +456,65 @@ class RequestStream:
             self.ledger.enter(Stage.QUEUE, now, {Stage.WORKER_QUEUE: now - self.ledger.since})
         self.queued.wait = self.request.wait()
 
+    def account_leave(self, session: RouterSession, now: float) -> None:
+        """Notes that the request leaves its worker; without an end of the worker, the session's sums divide its time.
+
+        A worker that is silent longer than its heartbeats are apart is stalled, or the way to it is broken.
+        """
+        self._left, times = now, self.assembly.times
+        if times.report is not None or session.sums is None:
+            return
+        if times.phase is None:
+            report = WorkerReport(self.ledger.since, {}, {}, Stage.WORKER_QUEUE)
+        else:
+            report = times.phase.report(session.sums, session.told)
+        if self.assembly.is_closed and self.assembly.error is None:
+            report = replace(report, stage=None)
+        elif now - session.heard > 2 * HEARTBEAT_S:
+            report = replace(report, stage=Stage.STALL)
+        times.report = report
+
     def account_loss(self) -> None:
         """Notes that the current attempt is lost: its recovery begins with its last token, or with itself."""
         self._account_recovery()
         last = self.assembly.last_token_time
         has_begun = self.attempts.has_begun(self.assembly.num_tokens)
-        self.ledger.enter(Stage.RECOVERING, last if has_begun and last is not None else self.ledger.since)
+        if self.ledger.stage is Stage.UNEXPLAINED and has_begun and last is not None:
+            self.ledger.enter(Stage.RECOVERING, last, self._shares(last))
+        else:
+            self.ledger.enter(Stage.RECOVERING, self.ledger.since)
         self.queued.wait = self.request.wait()
 
     def account_end(self, now: float, written: float) -> None:
         """Divides the time until `now`, when the last message is made; `written` is the end of the write before it.
 
-        Without an end of the worker, the time there stays unexplained.
+        Time on a worker that does not report its parts stays unexplained.
         """
         self._account_recovery()
-        report, ledger = self.assembly.report, self.ledger
+        report, ledger = self.assembly.times.report, self.ledger
         ended = self.assembly.last_token_time if report is None else report.time
         if ledger.stage is not Stage.UNEXPLAINED or ended is None:
             return
-        shares: dict[Stage, float] = {}
-        if report is not None and report.parts:
-            shares = {Stage.WIRE: max(0.0, ended - ledger.since - sum(report.parts.values())), **report.parts}
-            for stage, blame in report.blames.items():
-                ledger.blame(stage, blame)
-        ledger.enter(Stage.CLIENT_WAIT, ended, shares)
-        ledger.enter(Stage.DELIVERY, max(ended, written))
+        left = max(ended, self._left)
+        ledger.enter((report and report.stage) or Stage.DETOKENIZE, ended, self._shares(ended))
+        ledger.enter(Stage.CLIENT_WAIT, left)
+        ledger.enter(Stage.DELIVERY, max(left, written))
         ledger.enter(Stage.CLIENT_WAIT, now)
+
+    def _shares(self, until: float) -> dict[Stage, float]:
+        """Parts of the time on the worker until `until`, and of the way there and back; takes over its blames."""
+        report, ledger = self.assembly.times.report, self.ledger
+        if report is None or not report.parts:
+            return {}
+        for stage, blame in report.blames.items():
+            ledger.blame(stage, blame)
+        parts = {stage: seconds - self._recovery.get(stage, 0.0) for stage, seconds in report.parts.items()}
+        return {Stage.WIRE: max(0.0, until - ledger.since - sum(parts.values())), **parts}
 
     def _account_recovery(self) -> None:
         """Ends the recovery with the first token of the current attempt, if that has come."""
+        self._recovery = {}
         if self.ledger.stage is Stage.RECOVERING and self.attempts.has_begun(self.assembly.num_tokens):
             self.ledger.enter(Stage.UNEXPLAINED, self.assembly.start.time)
+            decode = self.assembly.times.decode
+            self._recovery = {} if decode is None else decode.parts

@@ -25,7 +25,7 @@ from common.limits import MAX_FRAME_BYTES, MAX_FRAME_TOKENS
 from common.wire.peer_numbers import as_uint32, as_uint64, counted
 from common.wire.protocol import PROTO_MINOR
 from router.answers.stream_assembly import StreamAssembly
-from router.answers.stream_chunk import FirstTokenInfo, WorkerReport
+from router.answers.stream_chunk import FirstTokenInfo, WorkerPhase, WorkerReport
 from router.scheduling.failover import Loss
 from router.scheduling.lane import LaneRecord
 
@@ -141,12 +141,17 @@ class RouterSession:
 
     Attributes:
         live: the running requests by rid; the only table of rids.
+        sums: time of the worker's steps, from the newest frame that has it; None before.
+        told: time of that frame, monotonic seconds.
+        heard: time of the newest frame, monotonic seconds.
         kv_seq: number of the last KV event that Hello says is known.
     """
 
     def __init__(self, router_id: str, lease_s: float) -> None:
         hello = wpb.Hello(proto_minor=PROTO_MINOR, router_id=router_id, lease_ms=round(lease_s * 1000))
         self.live: dict[int, RunningRequest] = {}
+        self.sums: wpb.StepSums | None = None
+        self.told = self.heard = 0.0
         self.kv_seq = 0
         self._hello: wpb.Hello | None = hello
         self._cancels: list[int] = []
@@ -162,7 +167,8 @@ class RouterSession:
 
     def resume(self, earlier: RouterSession) -> None:
         """Takes over the sequences of an earlier stream with the same worker. Call it before the first frame."""
-        self.live = earlier.live
+        self.live, self.sums = earlier.live, earlier.sums
+        self.told, self.heard = earlier.told, earlier.heard
         self._first_rid, self._submitted_below = earlier._first_rid, earlier._submitted_below
 
     def know_cache(self, seq: int) -> None:
@@ -253,6 +259,7 @@ class RouterSession:
             GapError: tokens or an end do not continue a sequence.
         """
         effects = StepEffects()
+        self._take_times(step, now)
         for start in step.starts:
             if sequence := self.live.get(start.rid):
                 if sequence.assembly.first_token_time is None:
@@ -267,7 +274,7 @@ class RouterSession:
             if (sequence := self.live.get(rid)) is None:
                 continue
             loss = _loss(end, sequence.assembly)
-            sequence.assembly.report = WorkerReport.from_proto(end, now)
+            sequence.assembly.times.report = WorkerReport.from_proto(end, now)
             if sequence.assembly.is_closed:
                 effects.ended.append(sequence)
             elif loss is Loss.REFUSED:
@@ -285,6 +292,15 @@ class RouterSession:
         effects.returned.extend(self.forget(step.returned))
         effects.touched.extend(touched.values())
         return effects
+
+    def _take_times(self, step: wpb.StepOutput, now: float) -> None:
+        """Takes a step's sums, and the stages that sequences have entered."""
+        self.heard = now
+        if step.HasField("sums"):
+            self.sums, self.told = step.sums, now
+        for phase in step.phases:
+            if sequence := self.live.get(phase.rid):
+                sequence.assembly.times.enter(WorkerPhase.from_proto(phase))
 
     def _apply_runs(
         self, step: wpb.StepOutput, ends: dict[int, wpb.SequenceEnd], now: float

@@ -208,6 +208,7 @@ class WorkerPool:
     def heartbeat(self, session: Session, heartbeat: wpb.Heartbeat) -> None:
         """Applies the load; raises SessionLostError if the worker is stalled."""
         _check_stall(session, heartbeat.busy_ms, heartbeat.load.prefill_rate, self._failover.stall_timeout_s)
+        session.state.heard = self._clock()
         self._intake.take_report(session, heartbeat.load, heartbeat.submit_seen)
 
     def kv_events(self, session: Session, events: wpb.KvEvents) -> None:

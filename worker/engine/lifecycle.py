@@ -17,7 +17,7 @@ from worker.engine.block_manager import BlockManager
 from worker.engine.outputs import DecodeWork, End, EngineTotals, GivenLogprobs, RequestOutput, Start, sequence_times
 from worker.engine.prefix_cache import Fronts
 from worker.engine.sequence import EndReason, Sequence, SequenceStatus
-from worker.engine.sequence_ledger import StepAccount
+from worker.engine.sequence_ledger import PhaseStart, StepAccount
 from worker.engine.sequence_queue import SequenceQueue, SequenceSet
 from worker.engine.stop_rules import Stop, StopRules
 
@@ -38,6 +38,7 @@ class Lifecycle:
         num_growing: number of running sequences that may need more blocks.
         num_preemptions: preemptions since the start.
         outputs: outputs since the last `take_outputs`.
+        phases: stages that live sequences have entered since the last `take_phases`, by id.
         totals: counts since the start.
         account: where the time of steps went.
     """
@@ -53,6 +54,7 @@ class Lifecycle:
         self.num_growing = 0
         self.num_preemptions = 0
         self.outputs: list[RequestOutput] = []
+        self.phases: dict[int, PhaseStart] = {}
         self.totals = EngineTotals()
         self.account = StepAccount()
         # Running sequences that decode, in order; None if they have changed.
@@ -97,13 +99,21 @@ class Lifecycle:
         self.prefilling[seq.id] = seq
         self._decoding = None
 
-    def preempt(self, seq: Sequence) -> None:
+    def preempt(self, seq: Sequence, grower: Sequence | None = None) -> None:
         """Frees a running sequence's blocks and puts it back at the front of `waiting`.
 
         Its tokens are computed again, except those whose published blocks are still cached then.
+
+        Args:
+            seq: the sequence.
+            grower: sequence that needs a block. It is blamed; if it is `seq`, the one with the most slots is.
         """
         self._leave(seq)
         seq.ledger.move(Stage.PREEMPTED, self.account, self.account.ended)
+        if grower is seq and self.running:
+            grower = max(self.running, key=lambda each: each.num_slots)
+        seq.ledger.evictor = None if grower is seq or grower is None else grower.ledger
+        self.note_phase(seq)
         self.num_preemptions += 1
         seq.num_preemptions += 1
         seq.status = SequenceStatus.WAITING
@@ -121,6 +131,7 @@ class Lifecycle:
         for seq_id in before ^ held:
             if (seq := self.live.get(seq_id)) is not None and seq.status is SequenceStatus.RUNNING:
                 seq.ledger.move(Stage.GRAMMAR_WAIT if seq_id in held else Stage.DECODE, self.account, now)
+                self.note_phase(seq)
 
     def end(self, seq: Sequence, stop: Stop, now: float) -> None:
         """Ends a live sequence and frees its blocks; the caller then calls `emit_end`."""
@@ -130,6 +141,7 @@ class Lifecycle:
             (self.waiting if seq in self.waiting else self.gated).remove(seq)
             self.block_manager.deallocate(seq)
         del self.live[seq.id]
+        self.phases.pop(seq.id, None)
         seq.ledger.move(seq.ledger.stage, self.account, now)
         seq.status = SequenceStatus.FINISHED
         seq.leave_time = now
@@ -172,6 +184,11 @@ class Lifecycle:
             output.start = self._begin(seq)
         self._put_out(seq, output)
 
+    def note_phase(self, seq: Sequence) -> None:
+        """Adds the stage that a sequence has entered to `phases`; a no-op if it is still the same."""
+        if seq.ledger.has_moved:
+            self.phases[seq.id] = seq.ledger.phase_start()
+
     def emit_given(self, seq: Sequence, given: GivenLogprobs) -> None:
         """Emits logprobs of given tokens."""
         self._put_out(seq, RequestOutput(seq.id, [], first_pos=seq.num_tokens, given=given))
@@ -206,6 +223,11 @@ class Lifecycle:
         outputs, self.outputs = self.outputs, []
         self.totals.taken_tokens = self.totals.generated_tokens
         return outputs
+
+    def take_phases(self) -> dict[int, PhaseStart]:
+        """Takes the stages that live sequences have entered since the last call."""
+        phases, self.phases = self.phases, {}
+        return phases
 
     def _begin(self, seq: Sequence) -> Start:
         totals = self.totals

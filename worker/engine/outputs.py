@@ -14,6 +14,7 @@ from common.telemetry import names
 from common.telemetry.ledger import Ledger
 from common.wire.draft_counts import Counts
 from worker.engine.sequence import EndReason, Sequence
+from worker.engine.sequence_ledger import PhaseStart, StepSums
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +125,7 @@ class RequestOutput:
         end: in the last output.
         logit_digests: digests of the logits that tokens were drawn from, by absolute position, if wanted.
         pooled: the vector of an embedded sequence, with its one token: float32, little endian.
+        phase: the stage that the sequence has entered, if it is not the one of the last output.
     """
 
     request_id: int
@@ -137,6 +139,7 @@ class RequestOutput:
     logprobs: bytes = b""
     given: GivenLogprobs | None = None
     pooled: bytes = b""
+    phase: PhaseStart | None = None
 
     @property
     def end_reason(self) -> EndReason | None:
@@ -193,6 +196,7 @@ class EngineLoad:
         last_prompt_latency_s: duration of the last step that computed prompt tokens, seconds.
         prefill_rate: prompt tokens per second, weighted mean; 0 until a step was large enough to measure it.
         prefill_samples: number of steps that were large enough.
+        sums: time of the engine's steps since its start.
     """
 
     decoding_seqs: int
@@ -205,3 +209,4 @@ class EngineLoad:
     last_prompt_latency_s: float
     prefill_rate: float
     prefill_samples: int = 0
+    sums: StepSums = field(default_factory=StepSums)

@@ -236,6 +236,8 @@ class Postprocessor:
             self._lifecycle.emit_end(seq, taken, stop, is_first=is_first, message=message, logprobs=logprobs)
         elif taken:
             self._lifecycle.emit(seq, taken, is_first=is_first, logprobs=logprobs)
+        if stop is None:
+            self._lifecycle.note_phase(seq)
 
     @staticmethod
     def _given_logprobs(batch: ScheduledBatch, rows: dict[int, bytes]) -> dict[int, tuple[int, int, bytes]]:

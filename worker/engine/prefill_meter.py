@@ -107,6 +107,7 @@ class PrefillMeter:
     Attributes:
         last_prompt_latency: seconds of the last step that computed prompt tokens.
         prompts_s: seconds that the last step took for its prompts; 0 without prompts.
+        usual_s: seconds that such a step usually takes; 0 if unknown.
         rate: prompt tokens per second, weighted mean; 0 until a step was large enough to measure it.
         num_samples: number of steps that were large enough.
         context_cost: cost of prompt tokens behind a context.
@@ -119,16 +120,17 @@ class PrefillMeter:
         self._decode_s = 0.0
         self._unit_s = 0.0
         self.last_prompt_latency = 0.0
-        self.prompts_s = 0.0
+        self.prompts_s = self.usual_s = 0.0
         self.rate = 0.0
         self.num_samples = 0
         self.context_cost = ContextCost()
 
     def note(self, batch: ScheduledBatch, duration_s: float) -> None:
         """Updates the means by one batch and its duration."""
-        self.prompts_s = 0.0
+        self.prompts_s = self.usual_s = 0.0
         if batch.total_tokens_num_prefill == 0:
             if batch.total_tokens_num_decode:
+                self.usual_s = self._decode_s
                 self._decode_s = _mean(self._decode_s, duration_s)
             return
         self.last_prompt_latency = duration_s
@@ -140,6 +142,7 @@ class PrefillMeter:
             first = len(batch.num_scheduled_tokens) - batch.total_seqs_num_prefill
             rows = list(zip(batch.num_computed_tokens[first:], batch.num_scheduled_tokens[first:], strict=True))
             cost = sum(self.context_cost.of(start, num_tokens) for start, num_tokens in rows)
+            self.usual_s = self._unit_s and cost * self._unit_s + has_decodes * self._decode_s
             is_telling = cost >= _TELLING_SHARE * self.step_cost(has_decodes=has_decodes, most=self._max_tokens)
             self._note_rate(batch.total_tokens_num_prefill, duration_s, is_telling=is_telling)
             self._note_cost(cost, prompts_s, is_telling=is_telling)

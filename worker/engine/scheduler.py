@@ -236,7 +236,7 @@ class Scheduler:
             while seq.status is SequenceStatus.RUNNING and not self.block_manager.can_append(seq):
                 # Victims are taken from the end of the order, so none of them is in the step already.
                 victim = self.running.last()
-                self.preempt(victim)
+                self.preempt(victim, seq)
                 step.preempted.append(victim.id)
             if seq.status is SequenceStatus.RUNNING:
                 self.lifecycle.append_slots(seq)
@@ -322,7 +322,7 @@ class Scheduler:
         if fwd_output.slow_constraints:
             self._pace.charge(fwd_output.slow_constraints, self._duration_s or 0.0, now)
         if self._duration_s is not None:
-            self.in_flight[0].account(self.lifecycle.account, self._duration_s, self.meter.prompts_s, now)
+            self.in_flight[0].account(self.lifecycle.account, self._duration_s, self.meter, now)
             self.drafter.took(batch, self._duration_s, None if self._ended is None else now - self._ended)
             self._duration_s = None
         finished = self.postprocessor.take(seqs, batch, fwd_output, now)
@@ -394,9 +394,9 @@ class Scheduler:
         self.lifecycle.emit_end(seq, [], stop, message=message)
         return True
 
-    def preempt(self, seq: Sequence) -> None:
-        """Frees a running sequence's blocks and puts it back at the front of `waiting`."""
-        self.lifecycle.preempt(seq)
+    def preempt(self, seq: Sequence, grower: Sequence | None = None) -> None:
+        """Frees a running sequence's blocks, which `grower` needs, and puts it back at the front of `waiting`."""
+        self.lifecycle.preempt(seq, grower)
 
     def overdue(self, now: float, max_wait_s: float) -> list[Sequence]:
         """Sequences that may return to their router and have waited longer than `max_wait_s` for their first step.
@@ -452,4 +452,5 @@ def _load(limits: StepLimits, lifecycle: Lifecycle, meter: PrefillMeter) -> Engi
         last_prompt_latency_s=meter.last_prompt_latency,
         prefill_rate=meter.rate,
         prefill_samples=meter.num_samples,
+        sums=lifecycle.account.sums,
     )

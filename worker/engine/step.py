@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import Future
-from typing import Final
+from typing import Final, Protocol
 
 from common.config import MIXED, Config
 from common.errors import InvalidFieldError
@@ -17,6 +17,18 @@ from worker.engine.step_record import StepRecord
 
 _PREFILL: Final = SequenceType.PREFILL
 _DECODE: Final = SequenceType.DECODE
+
+
+class StepTimes(Protocol):
+    """Times of the step that ended last.
+
+    Attributes:
+        prompts_s: seconds that its prompts took.
+        usual_s: seconds that such a step usually takes, 0 if unknown.
+    """
+
+    prompts_s: float
+    usual_s: float
 
 
 class StepLimits:
@@ -135,12 +147,11 @@ class Step:
         first = len(self.seqs) - self.num_prefill_seqs
         return [*zip([*self.seqs.values()][first:], self.num_scheduled_tokens[first:], strict=True)]
 
-    def account(self, account: StepAccount, duration_s: float, prompts_s: float, now: float) -> None:
-        """Divides the step's duration, of which its prompts took `prompts_s`, among its sequences."""
+    def account(self, account: StepAccount, duration_s: float, meter: StepTimes, now: float) -> None:
+        """Divides the step's duration, which `meter` has noted, among its sequences."""
         batch = self.batch
-        prompts_s = account.end_step(
-            now, duration_s, prompts_s, batch.total_seqs_num_decode, batch.total_tokens_num_decode
-        )
+        num_decodes, num_tokens = batch.total_seqs_num_decode, batch.total_tokens_num_decode
+        prompts_s = account.end_step(now, duration_s, meter.prompts_s, num_decodes, num_tokens, meter.usual_s)
         for seq, num_tokens in self.prompts():
             account.add_prompt(seq.ledger, prompts_s * num_tokens / self.num_prefill_tokens)
 

@@ -18,6 +18,7 @@ from worker.engine.figures import EngineFigures
 from worker.engine.outputs import End, EngineLoad, RequestOutput, sequence_times
 from worker.engine.prefix_cache import BlockChange
 from worker.engine.sequence import EndReason, Sequence
+from worker.engine.sequence_ledger import PhaseStart
 
 
 class StepListener(Protocol):
@@ -87,7 +88,8 @@ class Turn:
 
     `seen` has the receipts of the groups added before its step, `granules` the changes of the prefix cache
     (`PrefixCache.take_granule_changes`), `kv_digests` the names and digests of cached blocks, `flushed` the callbacks
-    of Flush with their numbers of blocks, `blocks` the changes of cached blocks after WatchBlocks.
+    of Flush with their numbers of blocks, `blocks` the changes of cached blocks after WatchBlocks, `phases` the stages
+    that live sequences have entered.
     """
 
     step: int
@@ -99,6 +101,7 @@ class Turn:
     kv_digests: list[tuple[bytes, int]] = field(default_factory=list)
     flushed: list[tuple[Callable[[int], None], int]] = field(default_factory=list)
     blocks: list[BlockChange] = field(default_factory=list)
+    phases: dict[int, PhaseStart] = field(default_factory=dict)
 
 
 class EngineTurns:
@@ -159,7 +162,18 @@ class EngineTurns:
         load, granules = self.core.load(), self._prefixes.take_granule_changes()
         digests = self._digests.take()
         figures, blocks = self._figures(load), self._prefixes.take_block_changes()
-        return Turn(self.core.num_steps, load, outputs or [], seen or [], figures, granules, digests, blocks=blocks)
+        phases = self.core.scheduler.lifecycle.take_phases()
+        return Turn(
+            self.core.num_steps,
+            load,
+            outputs or [],
+            seen or [],
+            figures,
+            granules,
+            digests,
+            blocks=blocks,
+            phases=phases,
+        )
 
     def _figures(self, load: EngineLoad) -> EngineFigures:
         scheduler, totals = self.core.scheduler, self._totals

@@ -59,6 +59,10 @@ class Deliveries:
         concerned: dict[StepListener, int | None] = {}
         for output in turn.outputs:
             concerned.setdefault(self._hand_out(output))
+        for seq_id, phase in turn.phases.items():
+            if (live := self._live.get(seq_id)) is not None:
+                live.on_output(RequestOutput(seq_id, [], first_pos=live.end_pos, phase=phase))
+                concerned.setdefault(live.owner)
         concerned.update((receipt.listener, receipt.serial) for receipt in turn.seen)
         for listener, submit_seen in concerned.items():
             listener.on_step(turn.step, submit_seen)

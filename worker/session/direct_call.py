@@ -44,8 +44,9 @@ class DirectCall:
         self._trace.note(output)
 
     def on_step(self, step: int, submit_seen: int | None) -> None:
-        """Wakes the call."""
-        self._news.set()
+        """Wakes the call, unless the step only had the sequence's stage."""
+        if self._token_ids or self._start is not None or self._end is not None:
+            self._news.set()
 
     async def next_response(self) -> wpb.GenerateResponse:
         """The next response: all output since the last call; the last response has `end`.

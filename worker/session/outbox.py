@@ -30,7 +30,7 @@ from fissile.worker.v1 import worker_pb2 as wpb
 from common.limits import MAX_FRAME_BYTES, MAX_FRAME_TOKENS, MAX_SENT_LOGPROBS, MAX_TAIL_TOKENS, MAX_TAILS
 from worker.engine.outputs import GivenLogprobs, RequestOutput
 from worker.session.adoption import AdoptionFacts
-from worker.session.output_protos import end_proto, start_proto
+from worker.session.output_protos import end_proto, phase_proto, start_proto
 
 # Upper bounds of encoded sizes: the frame's own fields with its load; one run with its start; a varint; logprob
 # fields without their rows.
@@ -75,6 +75,9 @@ class OutboxRun:
     given_width: int = 0
     given_sent: int = 0
     pooled: bytes = b""
+    # The stage that the sequence has entered last.
+    phase: wpb.SequencePhase | None = None
+    owes_phase: bool = False
 
     @property
     def end_pos(self) -> int:
@@ -181,6 +184,8 @@ class Outbox:
         run.pooled = run.pooled or output.pooled
         if output.start is not None:
             run.start = start_proto(rid, output.start)
+        if output.phase is not None:
+            run.phase, run.owes_phase = phase_proto(rid, output.phase), True
         if output.end is not None:
             run.end = end_proto(rid, output.end)
         self._unsent.setdefault(rid)
@@ -207,9 +212,12 @@ class Outbox:
     def take_in(self, rid: int, run: OutboxRun, have: int) -> None:
         """Adds a sequence that another outbox has released, under another rid; its output after `have` tokens is
         unsent."""
-        for told in (run.start, run.end):
+        for told in (run.start, run.end, run.phase):
             if told is not None:
                 told.rid = rid
+        if run.phase is not None:
+            # Time of the other router.
+            del run.phase.parts[:]
         if run.start is not None:
             # Nothing has been computed for this router.
             run.start.queue_us = run.start.prefill_us = 0
@@ -225,6 +233,7 @@ class Outbox:
         if rid in self._tails:
             self._leave_tails(rid)
         run.sent = have - run.first_pos
+        run.owes_phase = run.phase is not None
         if not run.sent:
             run.given_sent = 0
         if run.end is not None or have < run.end_pos or run.given_sent < len(run.given):
@@ -282,7 +291,9 @@ class Outbox:
         rid = next(iter(self._unsent))
         run = self._runs[rid]
         # The end's size is reserved before any token, so that the last token is never sent without it.
-        fixed = _RUN_BYTES + _ROWS_BYTES + len(run.pooled) + (run.end.ByteSize() if run.end is not None else 0)
+        phase = run.phase if run.owes_phase and run.end is None else None
+        told = sum(each.ByteSize() for each in (run.end, phase) if each is not None)
+        fixed = _RUN_BYTES + _ROWS_BYTES + len(run.pooled) + told
         if room.bytes < fixed or not _take_given(frame, rid, run, room, fixed):
             return False
         unsent = len(run.token_ids) - run.sent
@@ -293,6 +304,9 @@ class Outbox:
             _append_tokens(frame, rid, run, count)
         room.tokens -= count
         room.bytes -= fixed + count * token_bytes
+        if phase is not None:
+            frame.phases.append(phase)
+            run.owes_phase = False
         if whole:
             del self._unsent[rid]
             if run.end is not None:

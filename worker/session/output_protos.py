@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Final
 
 from fissile.worker.v1 import worker_pb2 as wpb
 
 from common.limits import MAX_END_MESSAGE_BYTES
-from common.telemetry.ledger import Ledger
+from common.telemetry.ledger import Blame
+from common.telemetry.names import Stage
 from worker.engine.outputs import End, Start
 from worker.engine.sequence import EndReason
+from worker.engine.sequence_ledger import PhaseStart, StepSums
 
 PROTO_REASONS: Final = {
     EndReason.EOS: wpb.END_REASON_EOS,
@@ -49,14 +51,32 @@ def end_proto(rid: int, end: End) -> wpb.SequenceEnd:
         for verified, accepted in end.times.decode.drafts:
             made.drafts.add(verified=verified, accepted=accepted)
     if end.ledger is not None:
-        made.parts.extend(_parts(end.ledger))
+        made.parts.extend(_parts(end.ledger.parts(end.ledger.since), end.ledger.blames))
     return made
 
 
-def _parts(ledger: Ledger) -> Iterator[wpb.TimePart]:
-    for stage, seconds in ledger.parts(ledger.since).items():
+def phase_proto(rid: int, phase: PhaseStart) -> wpb.SequencePhase:
+    """A stage that a sequence has entered, as a proto for routers."""
+    parts = _parts(phase.parts, phase.blames)
+    return wpb.SequencePhase(rid=rid, stage=phase.stage, parts=parts, sums=sums_proto(phase.sums))
+
+
+def sums_proto(sums: StepSums) -> wpb.StepSums:
+    """The time of the engine's steps as a proto for routers."""
+    return wpb.StepSums(
+        decode_us=int(sums.alone * 1e6),
+        neighbours_us=int(sums.neighbours * 1e6),
+        speculation_us=int(sums.drafts * 1e6),
+        others_prefill_us=int(sums.prompts * 1e6),
+        between_steps_us=int(sums.between * 1e6),
+        stall_us=int(sums.stalled * 1e6),
+    )
+
+
+def _parts(parts: Mapping[Stage, float], blames: Mapping[Stage, Blame]) -> Iterator[wpb.TimePart]:
+    for stage, seconds in parts.items():
         part = wpb.TimePart(stage=stage, us=round(seconds * 1e6))
-        if (blame := ledger.blames.get(stage)) is not None:
+        if (blame := blames.get(stage)) is not None:
             part.blamed_request, part.blamed_tenant = blame.request_id, blame.tenant
             part.blamed_us = round(blame.seconds * 1e6)
         yield part

@@ -34,6 +34,7 @@ from worker.session import request_validation
 from worker.session.cache_events import KvCursor
 from worker.session.fleet_backlog import FleetLanes
 from worker.session.intake import Inbox
+from worker.session.output_protos import sums_proto
 from worker.session.router_state import RouterSequences, SessionEngine
 from worker.session.worker_info import WorkerFacts, load_proto
 
@@ -245,6 +246,8 @@ class WorkerSession:
         if step is None:
             return None
         step.load.CopyFrom(self._load(now))
+        if self._engine.load is not None:
+            step.sums.CopyFrom(sums_proto(self._engine.load.sums))
         return wpb.SessionResponse(step_output=step)
 
     def _welcome(self, now: float) -> wpb.Welcome:

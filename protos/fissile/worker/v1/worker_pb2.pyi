@@ -1002,6 +1002,8 @@ class StepOutput(_message.Message):
     GIVEN_LOGPROBS_FIELD_NUMBER: _builtins.int
     LOGIT_DIGESTS_FIELD_NUMBER: _builtins.int
     POOLED_FIELD_NUMBER: _builtins.int
+    SUMS_FIELD_NUMBER: _builtins.int
+    PHASES_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """Number of the engine step."""
     submit_seen: _builtins.int
@@ -1054,6 +1056,14 @@ class StepOutput(_message.Message):
     def pooled(self) -> _containers.RepeatedCompositeFieldContainer[Global___PooledStates]:
         """Vectors of sequences with `pooling` whose token is in this frame."""
 
+    @_builtins.property
+    def sums(self) -> Global___StepSums:
+        """Time of all steps so far. A router divides the time of a sequence that ends without a SequenceEnd by it."""
+
+    @_builtins.property
+    def phases(self) -> _containers.RepeatedCompositeFieldContainer[Global___SequencePhase]:
+        """Sequences that have entered another stage."""
+
     def __init__(
         self,
         *,
@@ -1071,14 +1081,96 @@ class StepOutput(_message.Message):
         given_logprobs: _abc.Iterable[Global___LogprobRows] | None = ...,
         logit_digests: _abc.Iterable[Global___LogitDigests] | None = ...,
         pooled: _abc.Iterable[Global___PooledStates] | None = ...,
+        sums: Global___StepSums | None = ...,
+        phases: _abc.Iterable[Global___SequencePhase] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load", "sums", b"sums"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ends", b"ends", "first_pos", b"first_pos", "given_logprobs", b"given_logprobs", "load", b"load", "logit_digests", b"logit_digests", "logprobs", b"logprobs", "n", b"n", "pooled", b"pooled", "returned", b"returned", "rid", b"rid", "starts", b"starts", "step", b"step", "submit_seen", b"submit_seen", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ends", b"ends", "first_pos", b"first_pos", "given_logprobs", b"given_logprobs", "load", b"load", "logit_digests", b"logit_digests", "logprobs", b"logprobs", "n", b"n", "phases", b"phases", "pooled", b"pooled", "returned", b"returned", "rid", b"rid", "starts", b"starts", "step", b"step", "submit_seen", b"submit_seen", "sums", b"sums", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StepOutput: _TypeAlias = StepOutput  # noqa: Y015
+
+@_typing.final
+class StepSums(_message.Message):
+    """Time of all steps since the start of the worker's process, as a sequence divides it that decodes all along. Microseconds."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DECODE_US_FIELD_NUMBER: _builtins.int
+    NEIGHBOURS_US_FIELD_NUMBER: _builtins.int
+    SPECULATION_US_FIELD_NUMBER: _builtins.int
+    OTHERS_PREFILL_US_FIELD_NUMBER: _builtins.int
+    BETWEEN_STEPS_US_FIELD_NUMBER: _builtins.int
+    STALL_US_FIELD_NUMBER: _builtins.int
+    decode_us: _builtins.int
+    """Decoding, as far as a step with one sequence would take as long."""
+    neighbours_us: _builtins.int
+    """Decoding, beyond `decode_us`, because several sequences share a step."""
+    speculation_us: _builtins.int
+    """Decoding, beyond `decode_us`, because a sequence verifies drafts."""
+    others_prefill_us: _builtins.int
+    """Computing prompts."""
+    between_steps_us: _builtins.int
+    """Between steps."""
+    stall_us: _builtins.int
+    """In steps and between them, far beyond the usual time."""
+    def __init__(
+        self,
+        *,
+        decode_us: _builtins.int = ...,
+        neighbours_us: _builtins.int = ...,
+        speculation_us: _builtins.int = ...,
+        others_prefill_us: _builtins.int = ...,
+        between_steps_us: _builtins.int = ...,
+        stall_us: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["between_steps_us", b"between_steps_us", "decode_us", b"decode_us", "neighbours_us", b"neighbours_us", "others_prefill_us", b"others_prefill_us", "speculation_us", b"speculation_us", "stall_us", b"stall_us"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StepSums: _TypeAlias = StepSums  # noqa: Y015
+
+@_typing.final
+class SequencePhase(_message.Message):
+    """Stage that a sequence has entered, and its time before."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RID_FIELD_NUMBER: _builtins.int
+    STAGE_FIELD_NUMBER: _builtins.int
+    PARTS_FIELD_NUMBER: _builtins.int
+    SUMS_FIELD_NUMBER: _builtins.int
+    rid: _builtins.int
+    """The sequence."""
+    stage: _builtins.str
+    """Name of the stage, as in TimePart."""
+    @_builtins.property
+    def parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___TimePart]:
+        """Parts of the time from the sequence's arrival at the worker to this stage."""
+
+    @_builtins.property
+    def sums(self) -> Global___StepSums:
+        """`StepOutput.sums` when the stage began."""
+
+    def __init__(
+        self,
+        *,
+        rid: _builtins.int = ...,
+        stage: _builtins.str = ...,
+        parts: _abc.Iterable[Global___TimePart] | None = ...,
+        sums: Global___StepSums | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["sums", b"sums"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["parts", b"parts", "rid", b"rid", "stage", b"stage", "sums", b"sums"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SequencePhase: _TypeAlias = SequencePhase  # noqa: Y015
 
 @_typing.final
 class PooledStates(_message.Message):

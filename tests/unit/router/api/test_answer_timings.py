@@ -14,10 +14,11 @@ from common.telemetry.ledger import Blame, Ledger
 from common.telemetry.names import Stage
 from common.text.answer_text import AnswerText
 from router.answers.stream_assembly import StreamAssembly
-from router.answers.stream_chunk import FirstTokenInfo, WorkerReport
+from router.answers.stream_chunk import FirstTokenInfo, WorkerPhase, WorkerReport
 from router.api.responses import fill_response
 from router.requests.stream import RequestStream, RoutedRequest, WritePacer
 from router.scheduling.failover import Loss
+from router.workers.session_state import RouterSession
 
 PROMPT = array("I", [1, 2, 3])
 
@@ -70,7 +71,7 @@ def test_workers_parts_and_the_wire_fill_the_time_there() -> None:
     stream = _stream()
     _submit(stream, 3.0)
     _produce(stream, 5, 8.0)
-    stream.assembly.report = _report(8.0, worker_queue=1.0, prefill=2.0, decode=1.5)
+    stream.assembly.times.report = _report(8.0, worker_queue=1.0, prefill=2.0, decode=1.5)
     stream.account_end(9.0, written=8.5)
     assert _parts(stream, 9.0) == {
         Stage.PREPARE: 1.0,
@@ -96,7 +97,7 @@ def test_stage_of_a_later_version_is_unexplained() -> None:
     stream = _stream()
     _submit(stream, 1.0)
     _produce(stream, 5, 4.0)
-    stream.assembly.report = _report(4.0, decode=2.0, thinking=1.0)
+    stream.assembly.times.report = _report(4.0, decode=2.0, thinking=1.0)
     stream.account_end(4.0, written=0.0)
     assert _parts(stream, 4.0) == {Stage.PREPARE: 1.0, Stage.DECODE: 2.0, Stage.UNEXPLAINED: 1.0}
 
@@ -109,7 +110,7 @@ def test_recovery_lasts_from_the_last_token_to_the_first_of_the_next_attempt() -
     stream.account_loss()
     _submit(stream, 10.0)
     _produce(stream, 6, 11.0)
-    stream.assembly.report = _report(11.0, decode=0.5)
+    stream.assembly.times.report = _report(11.0, decode=0.5)
     stream.account_end(11.0, written=0.0)
     assert _parts(stream, 11.0) == {Stage.PREPARE: 1.0, Stage.UNEXPLAINED: 2.0, Stage.RECOVERING: 8.0}
 
@@ -120,9 +121,87 @@ def test_worker_that_returned_the_request_was_a_queue() -> None:
     stream.account_return(5.0)
     _submit(stream, 6.0)
     _produce(stream, 5, 7.0)
-    stream.assembly.report = _report(7.0, decode=1.0)
+    stream.assembly.times.report = _report(7.0, decode=1.0)
     stream.account_end(7.0, written=0.0)
     assert _parts(stream, 7.0) == {Stage.PREPARE: 1.0, Stage.QUEUE: 2.0, Stage.WORKER_QUEUE: 3.0, Stage.DECODE: 1.0}
+
+
+def _session(now: float, **seconds: float) -> RouterSession:
+    """A session whose worker's steps took these seconds until `now`, by stage."""
+    session = RouterSession("router", 5.0)
+    sums = wpb.StepSums(**{f"{stage}_us": round(value * 1e6) for stage, value in seconds.items()})
+    session.apply(wpb.StepOutput(sums=sums), now)
+    return session
+
+
+def _enter(stream: RequestStream, stage: Stage, session: RouterSession, **seconds: float) -> None:
+    """Reports a stage that begins with the session's newest sums."""
+    parts = [wpb.TimePart(stage=name, us=round(value * 1e6)) for name, value in seconds.items()]
+    phase = wpb.SequencePhase(stage=stage, parts=parts, sums=session.sums)
+    stream.assembly.times.enter(WorkerPhase.from_proto(phase))
+
+
+def test_answer_without_an_end_of_the_worker_is_divided_by_its_sums() -> None:
+    stream = _stream()
+    _submit(stream, 2.0)
+    _produce(stream, 5, 4.0)
+    _enter(stream, Stage.DECODE, _session(4.0, decode=100.0, stall=7.0), worker_queue=0.5, prefill=1.0)
+    _produce(stream, 6, 8.0)
+    stream.assembly.finish(wpb.SequenceEnd(end_pos=stream.assembly.num_tokens, reason=wpb.END_REASON_EOS))
+    stream.account_leave(_session(8.0, decode=101.5, neighbours=1.5, stall=7.0), 8.25)
+    stream.account_end(9.0, written=0.0)
+    assert _parts(stream, 9.0) == {
+        Stage.PREPARE: 1.0,
+        Stage.QUEUE: 1.0,
+        Stage.WIRE: 1.5,
+        Stage.WORKER_QUEUE: 0.5,
+        Stage.PREFILL: 1.0,
+        Stage.DECODE: 1.5,
+        Stage.NEIGHBOURS: 1.5,
+        Stage.DETOKENIZE: 0.25,
+        Stage.DELIVERY: 0.75,
+    }
+
+
+@pytest.mark.parametrize(
+    ("stage", "left", "expected"),
+    [(None, 4.5, Stage.WORKER_QUEUE), (Stage.PREEMPTED, 4.5, Stage.PREEMPTED), (Stage.DECODE, 9.0, Stage.STALL)],
+)
+def test_cancelled_request_waits_in_its_last_stage_or_for_a_silent_worker(
+    stage: Stage | None, left: float, expected: Stage
+) -> None:
+    stream, session = _stream(), _session(4.0)
+    _submit(stream, 4.0)
+    if stage is not None:
+        _enter(stream, stage, session)
+    stream.account_leave(session, left)
+    stream.account_end(left, left)
+    assert stream.ledger.parts(left) == {Stage.PREPARE: 1.0, Stage.QUEUE: 3.0, expected: left - 4.0}
+
+
+def test_lost_attempts_are_divided_until_their_last_token() -> None:
+    stream = _stream()
+    _submit(stream, 1.0)
+    _produce(stream, 5, 3.0)
+    _enter(stream, Stage.DECODE, _session(2.0, decode=5.0), prefill=1.0)
+    for number, lost in enumerate((4.0, 9.0)):
+        stream.assembly.append(stream.assembly.num_tokens, [6 + number], lost)
+        stream.account_leave(_session(lost, decode=6.0), lost + 2.0)
+        stream.attempts.end(stream.assembly.num_tokens, lost + 2.0, Loss.SILENT)
+        stream.account_loss()
+        _submit(stream, lost + 3.0)
+        stream.assembly.begin_attempt()
+        _enter(stream, Stage.DECODE, _session(lost + 4.0, decode=5.0), worker_queue=0.25, prefill=0.5)
+        _produce(stream, 8 + number, lost + 4.0)
+    stream.assembly.times.report = _report(14.0, worker_queue=0.25, prefill=0.5, decode=1.0)
+    stream.account_end(14.0, written=0.0)
+    assert _parts(stream, 14.0) == {
+        Stage.PREPARE: 1.0,
+        Stage.PREFILL: 1.0,
+        Stage.DECODE: 3.0,
+        Stage.WIRE: 1.0,
+        Stage.RECOVERING: 8.0,
+    }
 
 
 @pytest.mark.proto_field("Blame.is_other_tenant")

@@ -20,10 +20,10 @@ def test_lone_sequence_has_queue_prefill_and_decode_of_its_own() -> None:
     ledger.start(account, 1.0)
     account.add_prompt(ledger, account.end_step(3.0, 2.0, 2.0, 0, 0))
     ledger.produce(account, 3.0)
-    account.begin_step(3.5, is_first=True)
-    account.end_step(4.0, 0.5, 0.0, 1, 1)
+    account.begin_step(3.05, is_first=True)
+    account.end_step(4.0, 0.95, 0.0, 1, 1)
     ledger.move(Stage.DECODE, account, 4.0)
-    parts = {Stage.WORKER_QUEUE: 1.0, Stage.PREFILL: 2.0, Stage.DECODE: 0.5, Stage.BETWEEN_STEPS: 0.5}
+    parts = {Stage.WORKER_QUEUE: 1.0, Stage.PREFILL: 2.0, Stage.DECODE: 0.95, Stage.BETWEEN_STEPS: 0.05}
     assert ledger.parts(4.0) == pytest.approx(parts)
     assert ledger.blames == {}
 
@@ -88,3 +88,52 @@ def test_preemption_lasts_until_the_next_token() -> None:
     ledger.produce(account, 4.0)
     assert ledger.parts(4.0)[Stage.PREEMPTED] == 3.0
     assert ledger.stage is Stage.DECODE
+
+
+def test_step_far_beyond_the_usual_is_a_stall_and_teaches_nothing() -> None:
+    account, ledger = StepAccount(), _ledger("a")
+    ledger.start(account, 0.0)
+    ledger.produce(account, 0.0)
+    account.end_step(0.125, 0.125, 0.0, 1, 1, 0.125)
+    account.end_step(5.125, 5.0, 0.0, 1, 1, 0.125)
+    account.end_step(5.25, 0.125, 0.0, 1, 1, 0.125)
+    ledger.move(Stage.DECODE, account, account.ended)
+    assert ledger.parts(account.ended) == pytest.approx({Stage.DECODE: 0.375, Stage.STALL: 4.875})
+
+
+def test_engine_that_pauses_between_steps_stalls() -> None:
+    account, ledger = StepAccount(), _ledger("a")
+    ledger.start(account, 0.0)
+    ledger.produce(account, 0.0)
+    account.end_step(1.0, 1.0, 0.0, 1, 1)
+    account.begin_step(3.0, is_first=True)
+    ledger.move(Stage.DECODE, account, account.ended)
+    assert ledger.parts(3.0) == pytest.approx({Stage.DECODE: 1.0, Stage.STALL: 2.0})
+
+
+def test_neighbour_that_decoded_longest_beside_is_blamed() -> None:
+    account, mine, short, long = StepAccount(), _ledger("mine", 1.0), _ledger("short", 1.0), _ledger("long", 1.0)
+    account.end_step(1.0, 1.0, 0.0, 1, 1)
+    for ledger in (mine, short, long):
+        ledger.start(account, 1.0)
+        ledger.produce(account, 1.0)
+    account.end_step(3.0, 2.0, 0.0, 3, 3)
+    short.move(Stage.DECODE, account, 3.0)
+    account.end_step(5.0, 2.0, 0.0, 2, 2)
+    mine.move(Stage.DECODE, account, 5.0)
+    assert mine.parts(5.0) == pytest.approx({Stage.DECODE: 2.0, Stage.NEIGHBOURS: 2.0})
+    blame = mine.blames[Stage.NEIGHBOURS]
+    # It was there for 4 s of the 6 s of both.
+    assert blame.request_id == "long"
+    assert blame.seconds == pytest.approx(2.0 * 4 / 6)
+
+
+def test_sequence_that_took_the_blocks_is_blamed_for_the_preemption() -> None:
+    account, ledger = StepAccount(), _ledger("a")
+    ledger.start(account, 0.0)
+    ledger.produce(account, 0.0)
+    ledger.move(Stage.PREEMPTED, account, 1.0)
+    ledger.evictor = _ledger("taker")
+    ledger.produce(account, 4.0)
+    blame = ledger.blames[Stage.PREEMPTED]
+    assert (blame.request_id, blame.seconds) == ("taker", 3.0)
