@@ -11,7 +11,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from common.wire.draft_counts import DraftCounter
+from worker.engine.speculation.spec_stats import DraftCounter
 
 # Weight of the newest draft in its sequence's average: about eight drafts count, so a hard passage stops drafts soon.
 SEQUENCE_WEIGHT: Final = 0.12

@@ -3,15 +3,44 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import accumulate
 from typing import Final
 
 import structlog
 
-from common.wire.draft_counts import Counts, DraftCounter
+from common.wire.draft_counts import Counts
 
 log = structlog.get_logger(__name__)
 
 _LOG_EVERY: Final = 1000
+
+
+class DraftCounter:
+    """Counts drafts of verifications by position."""
+
+    __slots__ = ("_with_accepted", "_with_drafts")
+
+    def __init__(self) -> None:
+        # Verifications by number of drafts, and by number of accepted drafts.
+        self._with_drafts = [0]
+        self._with_accepted = [0]
+
+    def count(self, num_drafts: int, num_accepted: int, times: int = 1) -> None:
+        """Adds `times` verifications of `num_drafts` drafts of one sequence, `num_accepted` of them accepted."""
+        if num_drafts >= len(self._with_drafts):
+            more = [0] * (num_drafts + 1 - len(self._with_drafts))
+            self._with_drafts += more
+            self._with_accepted += more
+        self._with_drafts[num_drafts] += times
+        self._with_accepted[num_accepted] += times
+
+    @property
+    def by_position(self) -> tuple[Counts, ...]:
+        """Counts of each position."""
+        drafts, accepted = (
+            list(accumulate(reversed(counts[1:])))[::-1] for counts in (self._with_drafts, self._with_accepted)
+        )
+        return tuple(zip(drafts, accepted, strict=True))
 
 
 class SpecStats:

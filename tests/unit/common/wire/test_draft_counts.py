@@ -7,7 +7,8 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.wire.draft_counts import Counts, DraftCounter, add_counts
+from common.wire.draft_counts import Counts, add_counts
+from worker.engine.speculation.spec_stats import DraftCounter
 
 # Verifications: (number of drafts, number of accepted drafts).
 OUTCOMES = st.integers(1, 16).flatmap(lambda num: st.tuples(st.just(num), st.integers(0, num)))
