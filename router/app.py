@@ -119,7 +119,9 @@ class Router:
         instance = secrets.token_hex(8)
         self._tracing = setup_tracing("fissile-router", instance, options.trace_slow)
         is_scraped = options.metrics_port is not None
-        self._metrics = RouterMetrics(setup_metrics("fissile-router", instance, is_scraped=is_scraped))
+        spans = self._tracing.open_spans
+        metrics = setup_metrics("fissile-router", instance, is_scraped=is_scraped, open_spans=spans)
+        self._metrics = RouterMetrics(metrics)
         self.server, self.admin = _public_server(options), _admin_server(options)
         self.scrapes = scrape_port(
             options.host, options.metrics_port, self._metrics.table, self.server, options.security.tls

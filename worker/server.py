@@ -131,7 +131,10 @@ class Worker:
         self._loaded = self._first_facts = _first_facts(options, self._config, self._model_config, files)
         self._tracing = setup_tracing("fissile-worker", self._loaded.instance_id, options.trace_slow)
         is_scraped = options.metrics_port is not None
-        self._metrics = setup_metrics("fissile-worker", self._loaded.instance_id, is_scraped=is_scraped)
+        spans = self._tracing.open_spans
+        self._metrics = setup_metrics(
+            "fissile-worker", self._loaded.instance_id, is_scraped=is_scraped, open_spans=spans
+        )
         self.server = GrpcServer(
             options.host,
             options.port,

@@ -11,6 +11,7 @@ import logging
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Final, Literal
@@ -35,6 +36,7 @@ from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 
 from common.limits import MAX_EXPORTED_SERIES
+from common.telemetry.failures import count_spans
 from common.telemetry.prometheus import HistogramPoint, SeriesHistogram
 from common.telemetry.tail_sampling import RecordAll, SlowSpanKeeper
 from common.version import fissile_version
@@ -100,7 +102,7 @@ class TraceExport:
     def __init__(self, service_name: str, instance_id: str, slow_s: float | None = None) -> None:
         self._exporter = _SpanExporter()
         self.provider = TracerProvider(resource=_resource(service_name, instance_id), shutdown_on_exit=False)
-        processor: SpanProcessor = BatchSpanProcessor(self._exporter)
+        processor: SpanProcessor = _SpanQueue(self._exporter)
         if slow_s is not None:
             self.provider.sampler = RecordAll(self.provider.sampler)
             processor = SlowSpanKeeper(processor, slow_s)
@@ -276,6 +278,24 @@ def _status_of(record: logging.LogRecord) -> str:
     return next(codes, next(http, ""))
 
 
+class _SpanQueue(BatchSpanProcessor):
+    """The SDK's queue of spans, which counts those that it drops because it is full."""
+
+    def __init__(self, exporter: SpanExporter) -> None:
+        super().__init__(exporter)
+        # Without a bound of its own, so that each dropped span is one that `on_end` took out.
+        self._batch_processor._queue = deque()
+
+    def on_end(self, span: ReadableSpan) -> None:
+        """Puts a sampled span into the queue; a full queue loses its oldest one."""
+        super().on_end(span)
+        queue = self._batch_processor._queue
+        while len(queue) > self._batch_processor._max_queue_size:
+            with contextlib.suppress(IndexError):
+                queue.pop()
+                count_spans("dropped")
+
+
 class _SpanExporter(SpanExporter):
     """The SDK's span exporter; its failures become our warnings."""
 
@@ -288,6 +308,7 @@ class _SpanExporter(SpanExporter):
         with self._fate.exporting():
             result = self._otlp.export(spans)
         self._fate.ends(well=result is SpanExportResult.SUCCESS)
+        count_spans("exported" if result is SpanExportResult.SUCCESS else "refused", len(spans))
         return result
 
     def shutdown(self) -> None:

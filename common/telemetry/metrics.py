@@ -17,7 +17,7 @@ from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags, set_s
 from common.limits import TELEMETRY_SHUTDOWN_S
 from common.process.tasks import task_failures
 from common.telemetry import exporter, names
-from common.telemetry.failures import failures, harmless
+from common.telemetry.failures import failures, harmless, span_counts
 from common.telemetry.output import dropped_pieces
 from common.telemetry.prometheus import (
     HistogramPoint,
@@ -30,24 +30,34 @@ from common.telemetry.prometheus import (
 )
 
 
-def setup_metrics(service_name: str, instance_id: str, *, is_scraped: bool = False) -> Metrics:
+def setup_metrics(
+    service_name: str, instance_id: str, *, is_scraped: bool = False, open_spans: Callable[[], int] = int
+) -> Metrics:
     """Metrics by the environment's settings: sent by OTLP if OTEL_EXPORTER_OTLP_ENDPOINT is set.
 
     Args:
         service_name: `service.name`, unless OTEL_SERVICE_NAME is set.
         instance_id: `service.instance.id`, unique per process start.
         is_scraped: True if the process has a port for scrapers.
+        open_spans: number of the process's spans that have not ended.
     """
     table = SeriesTable(exporter.resource_labels(service_name, instance_id)) if is_scraped else None
     export = exporter.MetricExport(service_name, instance_id) if exporter.endpoint("metrics") else None
     metrics = Metrics(None if export is None else export.provider, export, table)
     if metrics.enabled:
-        _observe_process(metrics)
+        _observe_process(metrics, open_spans)
     return metrics
 
 
-def _observe_process(metrics: Metrics) -> None:
-    """Observes the process's losses: dropped log lines, failed observations, restarted tasks."""
+def _observe_process(metrics: Metrics, open_spans: Callable[[], int]) -> None:
+    """Observes the process's losses: dropped log lines and spans, failed observations, restarted tasks."""
+    metrics.gauge(names.PROCESS_OPEN_SPANS, "{span}", "Spans that have not ended", lambda: [(open_spans(), {})])
+    metrics.counter(
+        names.PROCESS_SPANS,
+        "{span}",
+        "Spans that have ended and were kept, by result",
+        lambda: [(count, {names.SPAN_RESULT: result}) for result, count in span_counts().items()],
+    )
     metrics.counter(
         names.PROCESS_LOGS_DROPPED, "{line}", "Log lines that could not be written", lambda: [(dropped_pieces(), {})]
     )

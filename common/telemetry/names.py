@@ -66,9 +66,10 @@ class Stage(enum.StrEnum):
     __hash__ = str.__hash__
 
 
-# Events of the router's span.
+# Events of the router's span, and of the worker's.
 SUBMITTED_EVENT: Final = "submitted"
 FIRST_TOKEN_EVENT: Final = "first_token"
+PREEMPTED_EVENT: Final = "preempted"
 
 # RPC semantic conventions (release candidate of 2026-08). The worker's span has its outcome's status too.
 RPC_SYSTEM: Final = "rpc.system.name"
@@ -177,6 +178,8 @@ ENGINE_ACCEPTED_TOKENS: Final = "fissile.engine.tokens.draft_accepted"
 PROCESS_LOGS_DROPPED: Final = "fissile.logs.dropped"
 PROCESS_TELEMETRY_FAILED: Final = "fissile.telemetry.failed"
 PROCESS_TASKS_FAILED: Final = "fissile.tasks.failed"
+PROCESS_SPANS: Final = "fissile.spans"
+PROCESS_OPEN_SPANS: Final = "fissile.spans.open"
 
 # Metric of a facade: routers whose metrics it has.
 FACADE_ROUTERS: Final = "fissile_http_routers"
@@ -230,6 +233,7 @@ TABLE: Final = "fissile.table"
 KV_BLOCK_SIZE: Final = "fissile.kv_cache.block_size"
 SIGNAL: Final = "fissile.signal"
 TASK: Final = "fissile.task"
+SPAN_RESULT: Final = "fissile.span.result"
 
 # vLLM's names for the same figures, which autoscalers, endpoint pickers and dashboards know. OpenTelemetry refuses the
 # colon, so only scrapers get these.

@@ -19,6 +19,7 @@ from opentelemetry.trace import Link, SpanContext, SpanKind, StatusCode, TraceFl
 from opentelemetry.util.types import Attributes
 
 from common.limits import MAX_HELD_SPANS
+from common.telemetry.failures import count_spans
 
 
 class RecordAll(Sampler):
@@ -110,7 +111,9 @@ class SlowSpanKeeper(SpanProcessor):
             self._held.setdefault(root, []).extend(spans)
             self._num_held += len(spans)
             while self._num_held > self._max_held:
-                self._num_held -= len(self._held.popitem(last=False)[1])
+                dropped = len(self._held.popitem(last=False)[1])
+                self._num_held -= dropped
+                count_spans("dropped", dropped)
 
     def _take(self, root: int) -> list[ReadableSpan]:
         with self._lock:

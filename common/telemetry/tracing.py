@@ -5,7 +5,7 @@
         tokenize, queue                      INTERNAL, router: making the prompt; waiting for the first worker
         wait for worker                      INTERNAL, router: waiting for another worker after a loss
         attempt                              CLIENT, router: one per worker, when a request needed more than one
-        worker.generate                      SERVER, worker: the router waits for its result, so it is no CONSUMER
+        worker.generate                      SERVER, worker; events `preempted`. Its router waits, so it is no CONSUMER
           queue, prefill, decode             INTERNAL, made at the end from the sequence's timestamps
 
 Not opentelemetry-instrumentation-grpc: it leaks spans and records cancelled calls as successes.

@@ -26,7 +26,7 @@ from fissile.v1.inference_pb2_grpc import InferenceServiceStub
 from tests.e2e.service import Process, free_port, generate, running
 from tests.e2e.simulated import OPTIONS, outcome, request, simulated_model
 from tests.promql import OBSERVABILITY, Expression, parse, queries, rules
-from tests.scraped import read_text
+from tests.scraped import scrape
 
 PATIENT_S = 60.0
 # Labels that Prometheus adds.
@@ -71,16 +71,6 @@ class Fleet:
                 assert time.monotonic() < end
             self.workers[1].stop(signal.SIGKILL)
             assert {answer.result() for answer in answers} == {(grpc.StatusCode.OK, 100)}
-
-
-def scrape(port: int) -> dict[str, list[tuple[Mapping[str, str], float]]]:
-    """Labels and values of the series of one process, by metric."""
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=PATIENT_S) as answer:
-        samples = [sample for family in read_text(answer.read().decode()) for sample in family.samples]
-    found: dict[str, list[tuple[Mapping[str, str], float]]] = {}
-    for sample in samples:
-        found.setdefault(sample.name, []).append((sample.labels, sample.value))
-    return found
 
 
 def shows_failures(of_router: Mapping[str, list[tuple[Mapping[str, str], float]]]) -> bool:

@@ -2,120 +2,25 @@
 
 from __future__ import annotations
 
-import time
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
-from typing import Any
 
 import grpc
 import pytest
 from fissile.admin.v1 import admin_pb2 as apb
-from fissile.admin.v1.admin_pb2_grpc import AdminServiceStub
 
-from tests.e2e.service import Service, free_port, running_service
-from tests.e2e.simulated import request, simulated_model, wait_workers
-from tests.otlp_receiver import OtlpReceiver, ReceivedSpan
+from tests.e2e.simulated import request
+from tests.e2e.span_site import METHOD, Site, names, running_site
 
-METHOD = "fissile.v1.InferenceService/Generate"
 # A step is long enough to cancel a request between its submission and its first token.
 STEPS = ["--simulate", "fixed:100ms", "--max-num-seqs", "1"]
 
 
-class Site:
-    """Two workers that run one request each, their router, and the collector of all."""
-
-    def __init__(self, service: Service, receiver: OtlpReceiver, admin: AdminServiceStub) -> None:
-        self.stub = service.stub
-        self.service = service
-        self.receiver = receiver
-        self.admin = admin
-        self._number = 0
-
-    def begin(self, max_tokens: int, timeout_s: float = 300.0, metadata: tuple[tuple[str, str], ...] = ()) -> Any:
-        """A call with a request id of its own, `call.request_id`."""
-        self._number += 1
-        asked = request(self._number, max_tokens)
-        asked.request_id = f"tree-{self._number}"
-        call: Any = self.stub.Generate(asked, timeout=timeout_s, metadata=metadata)
-        call.request_id = asked.request_id
-        return call
-
-    def listed(self, call: Any) -> apb.InFlightRequest:
-        """A call as the router lists it; empty if the router does not have it."""
-        listed = self.admin.ListRequests(apb.ListRequestsRequest(), timeout=60).requests
-        return next((one for one in listed if one.request_id == call.request_id), apb.InFlightRequest())
-
-    def has_state(self, call: Any, *states: apb.RequestState.ValueType) -> bool:
-        """True if a call in flight is in one of the states."""
-        return self.listed(call).state in states
-
-    def until(self, condition: Callable[[], object]) -> None:
-        end = time.monotonic() + 60
-        while not condition():
-            assert time.monotonic() < end
-            time.sleep(0.01)
-
-    def root(self, call: Any) -> ReceivedSpan:
-        """The router's span of a call that has ended."""
-
-        def found() -> list[ReceivedSpan]:
-            named = self.receiver.named(METHOD)
-            return [span for span in named if span.attributes.get("gen_ai.response.id") == call.request_id]
-
-        self.until(found)
-        (span,) = found()
-        return span
-
-    def below(self, span: ReceivedSpan, count: int) -> list[ReceivedSpan]:
-        """The `count` children of a span."""
-
-        def found() -> list[ReceivedSpan]:
-            return [each for each in self.receiver.spans if each.parent_id == span.span_id]
-
-        self.until(lambda: len(found()) >= count)
-        return found()
-
-    def sequence(self, root: ReceivedSpan) -> ReceivedSpan | None:
-        """The worker's span below a root; None if none comes in ten seconds."""
-        end = time.monotonic() + 10
-        while time.monotonic() < end:
-            for span in self.receiver.spans:
-                if span.parent_id == root.span_id and span.name == "worker.generate":
-                    return span
-            time.sleep(0.05)
-        return None
-
-    def fill(self) -> list[Any]:
-        """Calls that run on both workers for as long as a test takes."""
-        calls = [self.begin(1900) for _ in range(2)]
-        self.until(lambda: all(self.has_state(call, apb.REQUEST_STATE_STREAMING) for call in calls))
-        return calls
-
-    def end(self, calls: list[Any]) -> None:
-        """Cancels calls, and waits until both workers are idle."""
-        for call in calls:
-            call.cancel()
-        self.until(lambda: not sum(one.running for one in self.admin.ListWorkers(apb.ListWorkersRequest()).workers))
-
-
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    port = free_port()
-    model = simulated_model(tmp_path_factory.mktemp("model"))
-    with OtlpReceiver() as receiver:
-        environment = {"OTEL_EXPORTER_OTLP_ENDPOINT": receiver.endpoint, "OTEL_BSP_SCHEDULE_DELAY": "50"}
-        with running_service(
-            tmp_path_factory.mktemp("trees"), model, workers=2, worker_options=STEPS,
-            router_options=["--admin-port", str(port)], environment=environment,
-        ) as service:  # fmt: skip
-            wait_workers(service, 2)
-            with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
-                yield Site(service, receiver, AdminServiceStub(channel))
-
-
-def names(spans: list[ReceivedSpan]) -> Counter[str]:
-    return Counter(span.name for span in spans)
+    """Two workers that run one request each."""
+    with running_site(tmp_path_factory.mktemp("trees"), STEPS, workers=2) as running:
+        yield running
 
 
 def test_cancel_in_router_queue_leaves_no_worker_span(site: Site) -> None:
@@ -130,6 +35,22 @@ def test_cancel_in_router_queue_leaves_no_worker_span(site: Site) -> None:
     assert stages & {"fissile.stage.queue_ms", "fissile.stage.own_queue_ms"}, stages
     assert "fissile.stage.decode_ms" not in stages
     site.end(running)
+
+
+def test_refused_request_has_its_reason_and_no_child(site: Site) -> None:
+    asked = request(1)
+    asked.model = "unknown"
+    with pytest.raises(grpc.RpcError):
+        list(site.stub.Generate(asked, timeout=60))
+    refused = lambda: [span for span in site.receiver.named(METHOD) if "fissile.error.reason" in span.attributes]  # noqa: E731
+    site.until(refused)
+    (root,) = refused()
+    assert (root.attributes["rpc.status_code"], root.attributes["fissile.error.reason"]) == (
+        "NOT_FOUND",
+        "UNKNOWN_MODEL",
+    )
+    assert (root.status, root.events) == ("UNSET", ())
+    assert [span.name for span in site.receiver.spans if span.parent_id == root.span_id] == []
 
 
 def test_cancel_before_first_token_ends_worker_span_with_its_stage(site: Site) -> None:

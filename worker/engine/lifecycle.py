@@ -115,7 +115,7 @@ class Lifecycle:
         seq.ledger.evictor = None if grower is seq or grower is None else grower.ledger
         self.note_phase(seq)
         self.num_preemptions += 1
-        seq.num_preemptions += 1
+        seq.preempted_at += (self.account.ended,)
         seq.status = SequenceStatus.WAITING
         seq.num_cached_tokens = seq.num_computed_tokens = 0
         seq.spec_token_ids = []
@@ -211,7 +211,7 @@ class Lifecycle:
             output.start = self._begin(seq)
         steps, tokens = seq.work_before
         drafts = () if seq.draft_history is None else seq.draft_history.counter.by_position
-        done = DecodeWork(self.totals.steps - steps, self.totals.taken_tokens - tokens, seq.num_preemptions, drafts)
+        done = DecodeWork(self.totals.steps - steps, self.totals.taken_tokens - tokens, len(seq.preempted_at), drafts)
         sequence = None if stop.token_sequence is None else tuple(stop.token_sequence)
         times = sequence_times(seq, done)
         output.end = End(seq.num_tokens, stop.end_reason, stop.token_id, sequence, message, times, seq.ledger)

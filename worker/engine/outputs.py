@@ -49,13 +49,19 @@ class DecodeWork:
 
 @dataclass(frozen=True, slots=True)
 class SequenceTimes:
-    """A sequence's timestamps on the worker, monotonic seconds; None for stages that were not reached."""
+    """A sequence's timestamps on the worker, monotonic seconds; None for stages that were not reached.
+
+    Attributes:
+        decode: the engine's work while the sequence decoded, if known.
+        preempted: times of its preemptions.
+    """
 
     arrived: float
     first_scheduled: float | None
     first_token: float | None
     ended: float
     decode: DecodeWork | None = None
+    preempted: tuple[float, ...] = ()
 
     def phases(self) -> list[tuple[str, float, float]]:
         """Name, start and end of queue, prefill and decode, as far as the sequence came."""
@@ -150,7 +156,8 @@ class RequestOutput:
 def sequence_times(seq: Sequence, decode: DecodeWork | None = None) -> SequenceTimes:
     """Timestamps of an ended sequence, and the work that the engine did while it decoded, if known."""
     ended = seq.arrive_time if seq.leave_time is None else seq.leave_time
-    return SequenceTimes(seq.arrive_time, seq.first_scheduled_time, seq.first_token_time, ended, decode)
+    reached = seq.arrive_time, seq.first_scheduled_time, seq.first_token_time
+    return SequenceTimes(*reached, ended, decode, seq.preempted_at)
 
 
 @dataclass(slots=True)

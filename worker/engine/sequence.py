@@ -135,12 +135,12 @@ class Sequence:
         "num_inflight_tokens",
         "num_missed",
         "num_placeholder",
-        "num_preemptions",
         "num_prompt_tokens",
         "num_slots",
         "packed_ids",
         "pooled",
         "pooling",
+        "preempted_at",
         "priority",
         "publish_at",
         "reads_cache",
@@ -243,7 +243,8 @@ class Sequence:
         self.num_inflight_tokens = 0
         self.num_inflight_drafts = 0
         self.num_placeholder = 0
-        self.num_preemptions = 0
+        # Times of its preemptions, monotonic seconds.
+        self.preempted_at: tuple[float, ...] = ()
         self.block_table: list[int] = []
         # Tokens that the block table has room for.
         self.num_slots = 0

@@ -133,8 +133,10 @@ class RecordedSequenceSpan(SequenceSpan):
         self._open.fail(error, None if times is None else self._add_phases(times))
 
     def _add_phases(self, times: SequenceTimes) -> int:
-        """Records the children; returns the sequence's end as Unix nanoseconds."""
+        """Records the children and preemptions; returns the sequence's end as Unix nanoseconds."""
         for name, start, end in times.phases():
             work = times.decode if name == names.DECODE_SPAN else None
             self._open.add_child(name, start, end, {} if work is None else work.attributes())
+        for time in times.preempted:
+            self._open.span.add_event(names.PREEMPTED_EVENT, timestamp=self._open.unix_ns(time))
         return self._open.unix_ns(times.ended)

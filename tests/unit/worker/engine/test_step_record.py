@@ -85,7 +85,7 @@ def test_records_name_preempted_sequences_and_blocks_used() -> None:
         core.step()
     records = core.steps.newest()
     preempted = [seq_id for each in records for seq_id in each.preempted]
-    assert {seq.id: preempted.count(seq.id) for seq in seqs} == {seq.id: seq.num_preemptions for seq in seqs}
+    assert {seq.id: preempted.count(seq.id) for seq in seqs} == {seq.id: len(seq.preempted_at) for seq in seqs}
     assert preempted
     assert {each.total_blocks for each in records} == {5}
     assert min(each.free_blocks for each in records) == 0
