@@ -16,6 +16,7 @@ from fissile.admin.v1.admin_pb2_grpc import AdminServiceServicer
 from fissile.v1 import inference_pb2 as pb
 from fissile.worker.v1 import worker_pb2 as wpb
 from fissile.worker.v1.worker_pb2_grpc import WorkerServiceStub
+from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from common.cli.core.errors import CommandError
@@ -29,7 +30,7 @@ from common.errors import (
 )
 from common.limits import CONNECT_TIMEOUT_S, FLUSH_TIMEOUT_S, MAX_LOAD_WATCHES, MIN_WATCH_INTERVAL_S
 from common.params.names import PRIORITIES
-from common.rpc.durations import checked_seconds, to_duration
+from common.rpc.durations import to_duration, to_seconds
 from common.rpc.unsupported_fields import field_paths, refuse_unserved
 from common.telemetry.request_record import shown
 from common.telemetry.tracing import SpanFactory
@@ -53,6 +54,8 @@ if TYPE_CHECKING:
 SERVICE = "fissile.admin.v1.AdminService"
 _WATCH_INTERVAL_S: Final = 1.0
 _DEFAULT_PAGE: Final = 100
+# Largest Duration, in seconds (google/protobuf/duration.proto).
+_MAX_SECONDS: Final = 315_576_000_000
 # Options that GetServerInfo does not show: files of keys and certificates, and the tenants, which GetRouting shows.
 _HIDDEN_OPTIONS: Final = frozenset({"security", "tenants"})
 _FRACTION_OPTIONS: Final = frozenset({"audit"})
@@ -163,7 +166,7 @@ class AdminService(AdminServiceServicer):
         """Forwards the call to the worker, which tells all its routers."""
         async with RpcScope(self._tracing, context, "DrainWorker", service=SERVICE):
             refuse_unserved(request, frozenset({"worker_id", "deadline"}))
-            wanted = wpb.DrainRequest(deadline_ms=round(1000 * checked_seconds("deadline", request.deadline)))
+            wanted = wpb.DrainRequest(deadline_ms=round(1000 * _checked_seconds("deadline", request.deadline)))
             async with self._worker_stub(self._find(request.worker_id)) as stub:
                 answer = await stub.Drain(wanted, timeout=CONNECT_TIMEOUT_S)
             return apb.DrainWorkerResponse(sequences=answer.sequences)
@@ -174,7 +177,7 @@ class AdminService(AdminServiceServicer):
             refuse_unserved(request, frozenset({"interval", "count"}))
             interval_s = _WATCH_INTERVAL_S
             if request.HasField("interval"):
-                interval_s = checked_seconds("interval", request.interval, MIN_WATCH_INTERVAL_S)
+                interval_s = _checked_seconds("interval", request.interval, MIN_WATCH_INTERVAL_S)
             with self._watching():
                 await context.send_initial_metadata(())
                 with self._calls.interruptible():
@@ -468,5 +471,24 @@ def _merged(routing: RoutingConfig, request: apb.SetRoutingRequest) -> RoutingCo
         path: dict(value) if isinstance(value, Mapping) else value for path, value in values.items()
     }
     if "max_hold" in changed:
-        changed["max_hold_s"] = checked_seconds("routing.max_hold", changed.pop("max_hold"))
+        changed["max_hold_s"] = _checked_seconds("routing.max_hold", changed.pop("max_hold"))
     return replace(routing, **changed)
+
+
+def _checked_seconds(path: str, duration: Duration, least: float = 0.0) -> float:
+    """A client's Duration in seconds, checked.
+
+    Args:
+        path: of the field, for the error.
+        duration: as the client sent it.
+        least: shortest valid, seconds.
+
+    Raises:
+        InvalidFieldError: it is malformed or out of range.
+    """
+    whole, nanos = duration.seconds, duration.nanos
+    same_sign = whole == 0 or nanos == 0 or (whole > 0) == (nanos > 0)
+    seconds = to_seconds(duration)
+    if not same_sign or abs(nanos) > 999_999_999 or not least <= seconds <= _MAX_SECONDS:
+        raise InvalidFieldError(path, f"is {seconds:g} s", f"a duration of at least {least:g} s")
+    return seconds

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Final
 
 import click
@@ -13,6 +14,7 @@ from fissile.worker.v1 import worker_pb2 as wpb
 
 from common.cli.core import output
 from common.cli.core.options import argument, options
+from common.cli.core.step_dumps import read_steps
 from router.cli.connection import Admin, with_admin
 
 _HEADINGS: Final = ("STEP", "START", "MS", "DECODE", "VERIFY", "PREFILL", "NEW", "KV", "WAITING", "LOST")
@@ -108,12 +110,24 @@ def newest(admin: Admin, worker: str, last: int, request_id: str) -> list[wpb.St
     return found
 
 
+def newest_of_dump(dump: Path, last: int, request_id: str) -> list[wpb.Step]:
+    """The last steps of a dump, oldest first.
+
+    Raises:
+        CommandError: the file is no dump.
+    """
+    wanted = [
+        step for step in read_steps(dump) if not request_id or any(row.request_id == request_id for row in step.rows)
+    ]
+    return wanted[-last:]
+
+
 @click.command()
-@argument("worker")
+@argument("worker", required=False)
 @options("steps")
 @with_admin
-def steps(worker: str, admin: Admin, last: int, request_id: str, as_json: bool) -> None:
-    """Show the newest steps of WORKER, a name in the first column of `fissile workers`.
+def steps(worker: str | None, admin: Admin, last: int, request_id: str, dump: Path | None, as_json: bool) -> None:
+    """Show the newest steps of WORKER, a name in the first column of `fissile workers`, or of a file.
 
     A worker remembers some thousand steps, also those in flight: a step that hangs is the last line, with a + behind
     its time. With --request, only steps that computed this request are shown, and REQUEST says what they computed of
@@ -127,9 +141,16 @@ def steps(worker: str, admin: Admin, last: int, request_id: str, as_json: bool) 
     TIME is a bar as long as the step took: ░ choosing the batch, ▒ launching it (where the next step is chosen
     meanwhile, that too; in a worker without ranks on a CPU, computing it), █ waiting for its output.
 
+    --file FILE shows a dump that a worker wrote (--step-dumps), or the output of --json, and needs no router.
+
     --json prints a step per line. `fissile replay-step` computes such a line again under a profiler.
     """
-    found = newest(admin, worker, last, request_id)
+    if worker and dump is None:
+        found = newest(admin, worker, last, request_id)
+    elif dump is not None and not worker:
+        found = newest_of_dump(dump, last, request_id)
+    else:
+        raise click.UsageError("give WORKER or --file FILE" + (", not both" if worker else ""))
     if as_json:
         for step in found:
             click.echo(json.dumps(output.as_fields(step), ensure_ascii=False))

@@ -13,10 +13,12 @@ from typing import Any
 
 import grpc
 import pytest
+from click.testing import CliRunner
 from fissile.worker.v1 import worker_pb2 as wpb
 from fissile.worker.v1.worker_pb2_grpc import WorkerServiceStub
 from google.protobuf.json_format import ParseDict
 
+from router.cli.steps import steps
 from tests.checkpoints import make_checkpoint
 from tests.e2e.service import Process, free_port
 from tests.e2e.simulated import simulated_model
@@ -65,6 +67,10 @@ def test_hanging_step_is_dumped_with_its_batch(tmp_path: Path) -> None:
         (step,) = dumped(folder, "stalled", worker.log)
         call.cancel()
     assert (step.number, step.in_flight, step.forward_us) == (1, True, 0)
+    (drawn,) = CliRunner().invoke(steps, ["--file", str(*folder.iterdir())]).output.splitlines()[1:]
+    assert drawn.split()[0] == "1"
+    assert "+" in drawn.split()[2]
+    assert "1: 29" in drawn
     assert step.launch_us + step.wait_us > 200_000
     assert [*step.rows] == [
         wpb.StepRow(sequence=step.rows[0].sequence, request_id="mine", kind=wpb.STEP_ROW_KIND_PREFILL, tokens=29)

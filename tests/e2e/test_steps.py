@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import grpc
 import pytest
@@ -91,6 +92,29 @@ def test_table_shows_steps_of_one_request(site: Site) -> None:
     assert all(set(line.split()[-1]) <= set("░▒█") for line in lines[1:])
     assert site.run("worker-0", "--request", "other") == "no step is recorded of request other\n"
     assert len(site.run("worker-0", "--last", "3").splitlines()) == 4
+
+
+def test_dump_is_drawn_as_the_live_worker(site: Site, tmp_path: Path) -> None:
+    generate(site.service.stub, request(7, 12))
+    site.until_ended()
+    dump, shown = tmp_path / "steps.jsonl", site.run("worker-0", "--last", "4096", "--request", "r7")
+    assert len(shown.splitlines()) >= 13
+    dump.write_text(site.run("worker-0", "--last", "4096", "--json"), "utf-8")
+    offline = ["--file", str(dump), "--admin-address", "127.0.0.1:1"]
+    assert CliRunner().invoke(steps, [*offline, "--last", "4096", "--request", "r7"]).output == shown
+    assert CliRunner().invoke(steps, [*offline, "--request", "other"]).output == site.run(
+        "worker-0", "--request", "other"
+    )
+    assert CliRunner().invoke(steps, offline).output == site.run("worker-0")
+
+
+def test_steps_come_from_either_worker_or_file(tmp_path: Path) -> None:
+    for arguments in ([], ["worker-0", "--file", str(tmp_path / "dump")]):
+        result = CliRunner().invoke(steps, arguments)
+        assert result.exit_code == 2
+        assert "give WORKER or --file FILE" in result.output
+    with pytest.raises(CommandError, match="cannot be read"):
+        CliRunner().invoke(steps, ["--file", str(tmp_path / "dump")], catch_exceptions=False)
 
 
 def test_unknown_worker_is_named_with_known_ones(site: Site) -> None:

@@ -7,7 +7,6 @@ except where the choice of experts or a vocabulary's masks depend on tokens.
 
 from __future__ import annotations
 
-import json
 import os
 import random
 from collections.abc import Sequence
@@ -16,11 +15,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 from fissile.worker.v1 import worker_pb2 as wpb
-from google.protobuf.json_format import ParseDict, ParseError
 
 from common.cli.core import output
 from common.cli.core.errors import CommandError
 from common.cli.core.options import argument, options
+from common.cli.core.step_dumps import read_steps
 from common.errors import ApiError
 from common.params.options.option import FILE
 from common.params.sampling_params import SamplingParams
@@ -40,30 +39,6 @@ if TYPE_CHECKING:
     from worker.model.step_profile import OperatorTime
 
 _MOST_SHOWN: Final = 10
-
-
-def read_steps(dump: Path) -> list[wpb.Step]:
-    """The steps of a dump, or of the output of `fissile steps --json`.
-
-    Raises:
-        CommandError: the file cannot be read, has no step, or a line is none; names the line.
-    """
-    try:
-        lines = dump.read_text("utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise CommandError(f"{dump} cannot be read: {error}") from None
-    found = []
-    for number, line in enumerate(lines, 1):
-        try:
-            fields = json.loads(line)
-            if not isinstance(fields, dict):
-                raise CommandError(f"{dump}, line {number} is not a step: it is not a JSON object")
-            found.append(ParseDict(fields, wpb.Step(), ignore_unknown_fields=True))
-        except (ValueError, ParseError) as error:
-            raise CommandError(f"{dump}, line {number} is not a step: {error}") from None
-    if not found:
-        raise CommandError(f"{dump} has no step")
-    return found
 
 
 def choose_step(steps: Sequence[wpb.Step], number: int | None) -> wpb.Step:

@@ -201,6 +201,11 @@ _OPERATORS: Final = (
         "Show only the steps that computed the request with this id. Default: all steps.",
         ("steps",), default="", parameter="request_id", metavar="ID",
     ),
+    Option(
+        "--file", "FISSILE_STEPS_FILE",
+        "Show the steps of FILE in place of a worker's: a dump, or the output of --json.",
+        ("steps",), FILE, parameter="dump", metavar="FILE",
+    ),
     Option("--tenant", "FISSILE_TENANT", "Tenant of the request.", ("cancel",), default="", metavar="NAME"),
     Option(
         "--tenant", "FISSILE_TENANT",

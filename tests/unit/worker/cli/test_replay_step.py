@@ -10,11 +10,12 @@ from click.testing import CliRunner
 from fissile.worker.v1 import worker_pb2 as wpb
 
 from common.cli.core.errors import CommandError
+from common.cli.core.step_dumps import read_steps
 from common.config import Config
 from common.params.sampling_params import SamplingParams
 from tests.checkpoints import make_checkpoint
 from tests.unit.worker.engine.small_engine import BLOCK
-from worker.cli.replay_step import choose_step, make_batch, read_steps, replay_step
+from worker.cli.replay_step import choose_step, make_batch, replay_step
 from worker.engine.block_manager import BlockManager
 from worker.engine.core import EngineCore
 from worker.engine.sequence import Sequence
