@@ -11,6 +11,7 @@ from fissile.admin.v1 import admin_pb2 as apb
 
 from tests.e2e.simulated import request
 from tests.e2e.span_site import METHOD, Site, names, running_site
+from tests.otlp_receiver import ReceivedSpan
 
 # A step is long enough to cancel a request between its submission and its first token.
 STEPS = ["--simulate", "fixed:100ms", "--max-num-seqs", "1"]
@@ -42,7 +43,10 @@ def test_refused_request_has_its_reason_and_no_child(site: Site) -> None:
     asked.model = "unknown"
     with pytest.raises(grpc.RpcError):
         list(site.stub.Generate(asked, timeout=60))
-    refused = lambda: [span for span in site.receiver.named(METHOD) if "fissile.error.reason" in span.attributes]  # noqa: E731
+
+    def refused() -> list[ReceivedSpan]:
+        return [span for span in site.receiver.named(METHOD) if "fissile.error.reason" in span.attributes]
+
     site.until(refused)
     (root,) = refused()
     assert (root.attributes["rpc.status_code"], root.attributes["fissile.error.reason"]) == (
