@@ -646,6 +646,14 @@ class ElementwiseOps(Protocol):
         """silu(x[:, :I]) * x[:, I:] for x [T, 2I]: [T, I]; silu is rounded to the model dtype before the product."""
         ...
 
+    def gelu_and_mul(self, x: torch.Tensor) -> torch.Tensor:
+        """As `silu_and_mul`, with GELU in its tanh approximation."""
+        ...
+
+    def softcap(self, x: torch.Tensor, cap: float) -> torch.Tensor:
+        """cap * tanh(x / cap) of float32 x [T, N]."""
+        ...
+
 
 class ExpertOps(Protocol):
     """A mixture of experts."""
@@ -738,12 +746,13 @@ class AttentionOps(Protocol):
         scale: float,
         window: int | None = None,
         sinks: torch.Tensor | None = None,
+        softcap: float = 0.0,
     ) -> torch.Tensor:
         """Causal attention of q [T, Hq, D] over the cache, which already has this step's keys: [T, Hq, D].
 
         One path for every number of rows: a decode is a prefill of one row. Padding rows are returned as zeros. With a
         `window`, rows attend to the last `window` tokens, including their own. `sinks` [Hq] are scores that enter a
-        head's softmax without a value.
+        head's softmax without a value. With a `softcap` above 0, scores become softcap * tanh(score / softcap).
         """
         ...
 

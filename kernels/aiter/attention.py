@@ -71,10 +71,11 @@ class AiterAttentionOps(AttentionOps):
         scale: float,
         window: int | None = None,
         sinks: torch.Tensor | None = None,
+        softcap: float = 0.0,
     ) -> torch.Tensor:
         facts = (q.dtype, cache.data.dtype, self._scales.fp8, cache.head_dim)
-        if not q.numel() or not self._choices.takes("attention", _refuse_attention, *facts):
-            return self._other.apply(q, cache, layer, metadata, scale, window, sinks)
+        if not q.numel() or softcap or not self._choices.takes("attention", _refuse_attention, *facts):
+            return self._other.apply(q, cache, layer, metadata, scale, window, sinks, softcap)
         plan: StepPlan = metadata.plan
         # Rows of padding are not written.
         out = q.new_zeros(q.shape)

@@ -77,3 +77,11 @@ class AiterElementwiseOps(ElementwiseOps):
         out = x.new_empty(len(x), x.shape[1] // 2)
         self._aiter.call("aiter.ops.activation:silu_and_mul", out, x.contiguous())
         return out
+
+    @override
+    def gelu_and_mul(self, x: torch.Tensor) -> torch.Tensor:
+        return self._other.gelu_and_mul(x)
+
+    @override
+    def softcap(self, x: torch.Tensor, cap: float) -> torch.Tensor:
+        return self._other.softcap(x, cap)

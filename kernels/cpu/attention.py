@@ -121,11 +121,12 @@ class CpuAttentionOps(AttentionOps):
         scale: float,
         window: int | None = None,
         sinks: torch.Tensor | None = None,
+        softcap: float = 0.0,
     ) -> torch.Tensor:
         plan: CpuPlan = metadata.plan
         if _native(q, cache):
-            return attention(self._library, q, cache, layer, plan.arrays, scale, window, sinks)
-        return self._torch.attention.apply(q, cache, layer, plan.for_torch(self._torch), scale, window, sinks)
+            return attention(self._library, q, cache, layer, plan.arrays, scale, window, sinks, softcap)
+        return self._torch.attention.apply(q, cache, layer, plan.for_torch(self._torch), scale, window, sinks, softcap)
 
 
 class CpuLatentAttentionOps(LatentAttentionOps):
@@ -238,6 +239,7 @@ def attention(
     scale: float,
     window: int | None,
     sinks: torch.Tensor | None,
+    softcap: float = 0.0,
 ) -> torch.Tensor:
     """Causal attention of q [T, Hq, D] over the cache: [T, Hq, D]; see AttentionOps.apply."""
     if q.stride(2) != 1:
@@ -261,6 +263,7 @@ def attention(
             cache.block_size,
             *step.sequences,
             scale,
+            softcap,
             window or 0,
             None if wide_sinks is None else wide_sinks.data_ptr(),
             heads * dim,

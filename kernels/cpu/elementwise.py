@@ -50,6 +50,14 @@ class CpuElementwiseOps(ElementwiseOps):
     def silu_and_mul(self, x: torch.Tensor) -> torch.Tensor:
         return silu_and_mul(self._library, x) if x.dtype in DTYPES else self._torch.silu_and_mul(x)
 
+    @override
+    def gelu_and_mul(self, x: torch.Tensor) -> torch.Tensor:
+        return silu_and_mul(self._library, x, gelu=True) if x.dtype in DTYPES else self._torch.gelu_and_mul(x)
+
+    @override
+    def softcap(self, x: torch.Tensor, cap: float) -> torch.Tensor:
+        return softcap(self._library, x, cap)
+
 
 def norm(
     library: CDLL,
@@ -118,11 +126,21 @@ def rope(library: CDLL, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -
     return out
 
 
-def silu_and_mul(library: CDLL, x: torch.Tensor) -> torch.Tensor:
-    """silu(x[:, :I]) * x[:, I:] for x [T, 2I]: [T, I]"""
+def silu_and_mul(library: CDLL, x: torch.Tensor, gelu: bool = False) -> torch.Tensor:
+    """silu(x[:, :I]) * x[:, I:] for x [T, 2I]: [T, I]; with `gelu` GELU in place of SiLU."""
     if x.stride(1) != 1:
         x = x.contiguous()
     rows, width = x.shape[0], x.shape[1] // 2
     out = torch.empty(rows, width, dtype=x.dtype)
-    library.fissile_silu_and_mul(DTYPES[x.dtype], x.data_ptr(), rows, x.stride(0), width, out.data_ptr())
+    activate = library.fissile_gelu_and_mul if gelu else library.fissile_silu_and_mul
+    activate(DTYPES[x.dtype], x.data_ptr(), rows, x.stride(0), width, out.data_ptr())
+    return out
+
+
+def softcap(library: CDLL, x: torch.Tensor, cap: float) -> torch.Tensor:
+    """cap * tanh(x / cap) of float32 x [T, N]."""
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    out = torch.empty(x.shape, dtype=torch.float32)
+    library.fissile_softcap(x.data_ptr(), x.shape[0], x.stride(0), x.shape[1], cap, out.data_ptr())
     return out

@@ -47,6 +47,8 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     ),
     "fissile_rope": (None, (_INT, _POINTER, *[_INT] * 5, _POINTER, _POINTER, _INT, _POINTER)),
     "fissile_silu_and_mul": (None, (_INT, _POINTER, _INT, _INT, _INT, _POINTER)),
+    "fissile_gelu_and_mul": (None, (_INT, _POINTER, _INT, _INT, _INT, _POINTER)),
+    "fissile_softcap": (None, (_POINTER, _INT, _INT, _INT, _FLOAT, _POINTER)),
     "fissile_write_kv": (
         None,
         (_INT, _INT, _POINTER, _INT, _INT, _POINTER, *[_INT] * 6, _POINTER, _POINTER, _POINTER),
@@ -64,7 +66,7 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
         (
             *(_INT, _INT, _POINTER, _INT, _INT, _POINTER, _POINTER),
             *(_INT, _INT, _INT, _INT, _POINTER, _INT, _INT, _POINTER, _POINTER),
-            *(_FLOAT, _INT, _POINTER, _INT, _POINTER),
+            *(_FLOAT, _FLOAT, _INT, _POINTER, _INT, _POINTER),
         ),
     ),
     "fissile_latent_attention": (

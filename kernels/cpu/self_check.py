@@ -106,11 +106,14 @@ def checks(dtype: torch.dtype) -> list[Check]:
         _norm(dtype),
         _layer_norm(dtype),
         _rope(dtype),
-        _silu_and_mul(dtype),
+        *(_gated_activation(dtype, gelu) for gelu in (False, True)),
+        _softcap(),
         _experts(dtype),
         *(_attention(dtype, kv_dtype, None) for kv_dtype in (dtype, torch.float16, torch.float8_e4m3fn)),
         _attention(dtype, dtype, 65),
+        _attention(dtype, dtype, 65, 1.5),
         *(_chunk(dtype, group, dim, window) for group, dim, window in ((2, 64, None), (3, 40, 65))),
+        _chunk(dtype, 2, 64, None, 1.5),
         _latent(dtype),
         _route(),
         _sample(),
@@ -188,13 +191,22 @@ def _rope(dtype: torch.dtype) -> Check:
     return Check("rope", ("rope_tasks", "rope"), compute)
 
 
-def _silu_and_mul(dtype: torch.dtype) -> Check:
+def _gated_activation(dtype: torch.dtype, gelu: bool) -> Check:
     x = _drawn(ROWS, 2 * 75, dtype=dtype) * 3
 
     def compute(library: CDLL, rows: Rows) -> torch.Tensor:
-        return elementwise.silu_and_mul(library, x[rows])
+        return elementwise.silu_and_mul(library, x[rows], gelu)
 
-    return Check("silu_and_mul", ("silu_and_mul_tasks", "silu_and_mul"), compute)
+    return Check("gelu_and_mul" if gelu else "silu_and_mul", ("silu_and_mul_tasks", "silu_and_mul"), compute)
+
+
+def _softcap() -> Check:
+    x = _drawn(ROWS, 75) * 30
+
+    def compute(library: CDLL, rows: Rows) -> torch.Tensor:
+        return elementwise.softcap(library, x[rows], 20.0)
+
+    return Check("softcap", ("softcap_tasks", "softcap"), compute)
 
 
 def _experts(dtype: torch.dtype) -> Check:
@@ -236,22 +248,24 @@ def _cache(spec: KVSpec, dtype: torch.dtype) -> PagedKVCache:
     return PagedKVCache.allocate(spec, 1, len(_TABLE), _BLOCK, dtype)
 
 
-def _attention(dtype: torch.dtype, kv_dtype: torch.dtype, window: int | None) -> Check:
+def _attention(dtype: torch.dtype, kv_dtype: torch.dtype, window: int | None, softcap: float = 0.0) -> Check:
     k, q, sinks = _drawn(_KEYS, 2, 64, dtype=dtype), _drawn(ROWS, 4, 64, dtype=dtype), _drawn(4)
     v = _drawn(_KEYS, 2, 65)[..., 1:].to(dtype)
 
     def compute(library: CDLL, rows: Rows) -> torch.Tensor:
         cache = _cache(KVSpec(2, 64), kv_dtype)
         attention.write_kv(library, cache, 0, k, v, _prefill())
-        return attention.attention(library, q[rows], cache, 0, StepArrays(_decodes(rows)), 0.125, window, sinks)
+        step = StepArrays(_decodes(rows))
+        return attention.attention(library, q[rows], cache, 0, step, 0.125, window, sinks, softcap)
 
     entries = ("attention_state_size", "attention_tasks", "attention", "attention_merge_tasks", "attention_merge")
     kind = "" if kv_dtype == dtype else f" over {str(kv_dtype).removeprefix('torch.')}"
     kind += "" if window is None else " with a window"
+    kind += " and capped scores" if softcap else ""
     return Check(f"attention{kind}", ("write_kv_tasks", "write_kv", *entries), compute)
 
 
-def _chunk(dtype: torch.dtype, group: int, dim: int, window: int | None) -> Check:
+def _chunk(dtype: torch.dtype, group: int, dim: int, window: int | None, softcap: float = 0.0) -> Check:
     """A step whose rows end a chunk of one sequence and share keys, except that one row alone is a decode."""
     k, q = _drawn(_KEYS, 2, dim, dtype=dtype), _drawn(ROWS, 2 * group, dim, dtype=dtype)
     v = _drawn(_KEYS, 2, dim + 1)[..., 1:].to(dtype)
@@ -263,10 +277,11 @@ def _chunk(dtype: torch.dtype, group: int, dim: int, window: int | None) -> Chec
         end = _KEYS - ROWS + int(ordered[-1]) + 1
         slots = _SLOTS[end - len(rows) : end]
         step = StepArrays(AttentionMetaData(np.array([0, len(rows)]), np.array([end]), _TABLE[None], slots))
-        out = attention.attention(library, q[ordered], cache, 0, step, dim**-0.5, window, None)
+        out = attention.attention(library, q[ordered], cache, 0, step, dim**-0.5, window, None, softcap)
         return out[places.argsort()]
 
-    return Check(f"attention of a chunk, {group} heads to a key head", ("attention",), compute)
+    kind = ", capped scores" if softcap else ""
+    return Check(f"attention of a chunk, {group} heads to a key head{kind}", ("attention",), compute)
 
 
 def _latent(dtype: torch.dtype) -> Check:

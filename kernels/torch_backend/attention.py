@@ -27,7 +27,7 @@ import torch
 
 from kernels import float8, large_pages
 from kernels.interface import AttentionMetaData, IndexSpec, KVSpec
-from kernels.torch_backend.elementwise import exp2_, padded_length
+from kernels.torch_backend.elementwise import exp2_, padded_length, softcapped
 
 # Keys per tile.
 KV_TILE = 64
@@ -401,15 +401,16 @@ class PagedAttention:
         plan: AttentionPlan,
         scale: float,
         sinks: torch.Tensor | None = None,
+        softcap: float = 0.0,
     ) -> torch.Tensor:
         """Attention of q [T, Hq, D] by `plan`: [T, Hq, value width]; rows past the plan's tokens are zeros.
 
-        `sinks` are scores [Hq] that take part in a head's softmax without a value.
+        See AttentionOps.apply for `sinks` and `softcap`.
         """
         tokens = len(plan.token_places)
         queries = tiled_queries(q, tokens, cache.num_kv_heads, plan, scale)
         row_sinks = None if sinks is None else _row_sinks(sinks, cache.num_kv_heads, plan)
-        results = [self._panel(queries, cache, layer, plan, panel, row_sinks) for panel in plan.panels]
+        results = [self._panel(queries, cache, layer, plan, panel, row_sinks, softcap) for panel in plan.panels]
         tiled = results[0] if len(results) == 1 else torch.cat(results)
         rows, num_heads, _ = q.shape
         head_group, width = num_heads // cache.num_kv_heads, cache.value_dim
@@ -427,6 +428,7 @@ class PagedAttention:
         plan: AttentionPlan,
         panel: Panel,
         sinks: torch.Tensor | None,
+        softcap: float,
     ) -> torch.Tensor:
         """Attention of one panel: [query tiles of the panel, Hkv, rows, value width]."""
         heads, size = cache.num_kv_heads, plan.group_size
@@ -439,7 +441,7 @@ class PagedAttention:
         keys_values = cache.granules(layer)
         for group in panel.groups:
             part = slice(group.first, group.first + size)
-            kernel.run(group, queries, keys_values, maxima[part], peaks[part], values[part])
+            kernel.run(group, queries, keys_values, softcap, maxima[part], peaks[part], values[part])
         highest = _highest(panel, maxima[:items])
         weights = self._exp_difference("weights", maxima[:items], highest.index_select(0, panel.item_tiles))
         total_values, total_weights = _totals(panel.tile_counts, weights.div_(peaks[:items]), values[:items])
@@ -509,6 +511,7 @@ class _GroupKernel:
         group: Group,
         queries: torch.Tensor,
         keys_values: tuple[torch.Tensor, torch.Tensor],
+        softcap: float,
         maxima: torch.Tensor,
         peaks: torch.Tensor,
         values: torch.Tensor,
@@ -521,6 +524,8 @@ class _GroupKernel:
             self._v.gather(keys_values[1], group)
         torch.bmm(self._q_product, self._k_product, out=self._scores_product)
         scores = self._scores[:n]
+        if softcap:
+            scores.copy_(softcapped(scores, softcap))
         if group.visible is not None:
             torch.index_select(self._biases, 0, group.visible, out=self._bias_rows[:n].view(-1, KV_TILE))
             scores.add_(self._bias[:n])

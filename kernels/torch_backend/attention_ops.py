@@ -95,9 +95,10 @@ class TorchAttentionOps(AttentionOps):
         scale: float,
         window: int | None = None,
         sinks: torch.Tensor | None = None,
+        softcap: float = 0.0,
     ) -> torch.Tensor:
         plan: TorchStepPlan = metadata.plan
-        return self._attention.attend(q, cache, layer, plan.attention(window), scale, sinks)
+        return self._attention.attend(q, cache, layer, plan.attention(window), scale, sinks, softcap)
 
 
 class TorchLatentAttentionOps(LatentAttentionOps):

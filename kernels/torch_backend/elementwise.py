@@ -51,6 +51,15 @@ class TorchElementwiseOps(ElementwiseOps):
     def silu_and_mul(self, x: torch.Tensor) -> torch.Tensor:
         return silu_and_mul(x)
 
+    @override
+    def gelu_and_mul(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = x.chunk(2, dim=-1)
+        return gelu(gate).to(x.dtype).mul_(up)
+
+    @override
+    def softcap(self, x: torch.Tensor, cap: float) -> torch.Tensor:
+        return softcapped(x, cap)
+
 
 def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """silu(x[:, :I]) * x[:, I:] of x [T, 2I]; silu is rounded to the model dtype before the product."""
@@ -75,6 +84,23 @@ def silu(x: torch.Tensor) -> torch.Tensor:
     flat = _flat_copy(x)
     for start in range(0, len(flat), CHUNK):
         torch.nn.functional.silu(flat[start : start + CHUNK], inplace=True)
+    return flat[: x.numel()].view(x.shape)
+
+
+def gelu(x: torch.Tensor) -> torch.Tensor:
+    """GELU in its tanh approximation, in float32, of x in any shape and float dtype."""
+    flat = _flat_copy(x)
+    for start in range(0, len(flat), CHUNK):
+        chunk = flat[start : start + CHUNK]
+        chunk.copy_(torch.nn.functional.gelu(chunk, approximate="tanh"))
+    return flat[: x.numel()].view(x.shape)
+
+
+def softcapped(x: torch.Tensor, cap: float) -> torch.Tensor:
+    """cap * tanh(x / cap) in float32, of x in any shape and float dtype."""
+    flat = _flat_copy(x)
+    for start in range(0, len(flat), CHUNK):
+        flat[start : start + CHUNK].div_(cap).tanh_().mul_(cap)
     return flat[: x.numel()].view(x.shape)
 
 

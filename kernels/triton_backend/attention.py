@@ -455,8 +455,9 @@ class TritonAttentionOps(AttentionOps):
         scale: float,
         window: int | None = None,
         sinks: torch.Tensor | None = None,
+        softcap: float = 0.0,
     ) -> torch.Tensor:
-        return attention(q, cache, layer, metadata.plan, scale, self._settings, window, sinks)
+        return attention(q, cache, layer, metadata.plan, scale, self._settings, window, sinks, softcap)
 
 
 def attention(

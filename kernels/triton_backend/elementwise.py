@@ -47,25 +47,56 @@ class TritonElementwiseOps(ElementwiseOps):
     def silu_and_mul(self, x: torch.Tensor) -> torch.Tensor:
         return silu_and_mul(x)
 
+    @override
+    def gelu_and_mul(self, x: torch.Tensor) -> torch.Tensor:
+        return silu_and_mul(x, gelu=True)
+
+    @override
+    def softcap(self, x: torch.Tensor, cap: float) -> torch.Tensor:
+        return softcap(x, cap)
+
 
 @triton.jit
-def _silu_and_mul_kernel(x, out, x_stride, inner, BLOCK: tl.constexpr):
+def _silu_and_mul_kernel(x, out, x_stride, inner, GELU: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = columns < inner
     gate = tl.load(x + row * x_stride + columns, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(x + row * x_stride + inner + columns, mask=mask, other=0.0)
-    silu = (gate / (1.0 + tl.exp(-gate))).to(up.dtype)
-    tl.store(out + row * inner + columns, (silu.to(tl.float32) * up.to(tl.float32)).to(up.dtype), mask=mask)
+    exponent = gate
+    if GELU:
+        # 0.5 * (1 + tanh(u)) is 1 / (1 + e^-2u), where u is sqrt(2 / pi) * (gate + 0.044715 * gate^3).
+        exponent = gate * (1.59576912161 + 0.07135481627 * (gate * gate))
+    activated = (gate / (1.0 + tl.exp(-exponent))).to(up.dtype)
+    tl.store(out + row * inner + columns, (activated.to(tl.float32) * up.to(tl.float32)).to(up.dtype), mask=mask)
 
 
-def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
-    """silu(x[:, :I]) * x[:, I:]; silu is rounded to the model dtype before the product."""
+def silu_and_mul(x: torch.Tensor, gelu: bool = False) -> torch.Tensor:
+    """silu(x[:, :I]) * x[:, I:]; silu is rounded to the model dtype before the product. With `gelu` that is GELU."""
     rows, inner = x.shape[0], x.shape[1] // 2
     out = x.new_empty(rows, inner)
     block = min(1024, triton.next_power_of_2(inner))
+    grid = (rows, triton.cdiv(inner, block))
+    launch(_silu_and_mul_kernel, grid, x, out, x.stride(0), inner, GELU=gelu, BLOCK=block, num_warps=4)
+    return out
+
+
+@triton.jit
+def _softcap_kernel(x, out, x_stride, width, cap, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    values = tl.load(x + row * x_stride + columns, mask=columns < width, other=0.0)
+    capped = cap * (1.0 - 2.0 / (tl.exp(values * (2.0 / cap)) + 1.0))
+    tl.store(out + row * width + columns, capped, mask=columns < width)
+
+
+def softcap(x: torch.Tensor, cap: float) -> torch.Tensor:
+    """cap * tanh(x / cap) of float32 x [T, N]."""
+    rows, width = x.shape
+    out = x.new_empty(rows, width)
+    block = min(1024, triton.next_power_of_2(width))
     launch(
-        _silu_and_mul_kernel, (rows, triton.cdiv(inner, block)), x, out, x.stride(0), inner, BLOCK=block, num_warps=4
+        _softcap_kernel, (rows, triton.cdiv(width, block)), x, out, x.stride(0), width, cap, BLOCK=block, num_warps=4
     )
     return out
 

@@ -42,10 +42,11 @@ class WrongHeadGroups(TorchAttentionOps):
         scale: float,
         window: int | None = None,
         sinks: torch.Tensor | None = None,
+        softcap: float = 0.0,
     ) -> torch.Tensor:
         heads = q.shape[1]
         order = torch.arange(heads).view(-1, cache.num_kv_heads).t().reshape(-1)
-        out = super().apply(q[:, order].contiguous(), cache, layer, metadata, scale, window, sinks)
+        out = super().apply(q[:, order].contiguous(), cache, layer, metadata, scale, window, sinks, softcap)
         return out[:, torch.argsort(order)].contiguous()
 
 

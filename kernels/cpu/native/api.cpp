@@ -261,6 +261,18 @@ FISSILE_API void fissile_silu_and_mul(
   share(kernels().silu_and_mul_tasks(work), kernels().silu_and_mul, work);
 }
 
+FISSILE_API void fissile_gelu_and_mul(
+    int64_t dtype, const void* x, int64_t rows, int64_t row_stride, int64_t width, void* out) {
+  const SiluAndMul work{dtype, x, rows, row_stride, width, out, width, 0.0f, 0.0f, true};
+  share(kernels().silu_and_mul_tasks(work), kernels().silu_and_mul, work);
+}
+
+// See Softcap.
+FISSILE_API void fissile_softcap(const float* x, int64_t rows, int64_t row_stride, int64_t width, float cap, float* out) {
+  const Softcap work{x, rows, row_stride, width, cap, out};
+  share(kernels().softcap_tasks(work), kernels().softcap, work);
+}
+
 FISSILE_API void fissile_write_kv(
     int64_t dtype, int64_t kv_dtype, const void* k, int64_t k_row_stride, int64_t k_head_stride, const void* v,
     int64_t v_row_stride, int64_t v_head_stride, int64_t rows, int64_t heads, int64_t dim, int64_t block_size,
@@ -364,14 +376,15 @@ FISSILE_API int fissile_attention(
     int64_t dtype, int64_t kv_dtype, const void* q, int64_t q_row_stride, int64_t q_head_stride, const void* keys,
     const void* values, int64_t heads, int64_t kv_heads, int64_t dim, int64_t block_size, const int64_t* block_tables,
     int64_t table_stride, int64_t sequences, const int64_t* cu_seqlens, const int64_t* seq_lens, float scale,
-    int64_t window, const float* sinks, int64_t out_row_stride, void* out) {
+    float softcap, int64_t window, const float* sinks, int64_t out_row_stride, void* out) {
   return failed([&] {
     const int64_t tile_tokens = tokens_of_tile(heads / kv_heads);
     std::vector<QueryTile> tiles = query_tiles(sequences, cu_seqlens, seq_lens, tile_tokens);
-    return attend({dtype, kv_dtype, q, q_row_stride, q_head_stride, keys, values, heads, kv_heads, dim, dim, block_size,
+    Attention work{dtype, kv_dtype, q, q_row_stride, q_head_stride, keys, values, heads, kv_heads, dim, dim, block_size,
                    block_tables, table_stride, nullptr, 0, scale, window, sinks, out_row_stride, out, tiles.data(),
-                   static_cast<int64_t>(tiles.size()), tile_tokens, 0, 1, nullptr},
-                  tiles);
+                   static_cast<int64_t>(tiles.size()), tile_tokens, 0, 1, nullptr};
+    work.softcap = softcap;
+    return attend(work, tiles);
   });
 }
 

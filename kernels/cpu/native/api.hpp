@@ -35,7 +35,7 @@ FISSILE_API int fissile_attention(
     int64_t dtype, int64_t kv_dtype, const void* q, int64_t q_row_stride, int64_t q_head_stride, const void* keys,
     const void* values, int64_t heads, int64_t kv_heads, int64_t dim, int64_t block_size, const int64_t* block_tables,
     int64_t table_stride, int64_t sequences, const int64_t* cu_seqlens, const int64_t* seq_lens, float scale,
-    int64_t window, const float* sinks, int64_t out_row_stride, void* out);
+    float softcap, int64_t window, const float* sinks, int64_t out_row_stride, void* out);
 
 FISSILE_API int fissile_linear_argmax(
     int64_t dtype, const void* x, int64_t x_stride, int64_t rows, int64_t inner, int64_t columns, int64_t weight_dtype,

@@ -397,8 +397,16 @@ struct Task {
   void weigh_all(int64_t first_key, const State& state) const {
     for (int64_t r = 0; r < rows; r++) {
       Range seen = seen_by(work, position(r), first_key);
-      if (!seen.empty()) weigh<Weights>(shape, state, r, seen, scores + r * KV_TILE);
+      if (seen.empty()) continue;
+      if (work.softcap > 0.0f) cap(scores + r * KV_TILE, seen.begin / WIDTH * WIDTH, seen.end, 1.0f);
+      weigh<Weights>(shape, state, r, seen, scores + r * KV_TILE);
     }
+  }
+
+  // Scales and caps scores from `first` on; may also cap up to a vector of numbers that are no scores after `end`.
+  void cap(float* values, int64_t first, int64_t end, float scale) const {
+    for (int64_t i = first; i < end; i += WIDTH)
+      store(values + i, softcapped(load(values + i) * splat(scale), work.softcap));
   }
 
   // The outer loop is over columns, so that the tile's values in these columns stay in the L1 cache while all rows use
@@ -737,17 +745,21 @@ struct Task {
     for (int64_t t = row_tiles.begin; t < row_tiles.end; t++) {
       const int64_t first = t * TILE_ROWS;
       fetching.turn();
+      if (work.softcap > 0.0f) cap(scores + t * SCORES, 0, SCORES, work.scale);
       if (rows - first <= FEW_ROWS) weigh_few(first_key, first, fetching, state);
       else weigh_many(first_key, t, state);
     }
   }
+
+  // Factor of the scores when they are weighed; capped ones are scaled already.
+  float scale_left() const { return work.softcap > 0.0f ? 1.0f : work.scale; }
 
   void weigh_many(int64_t first_key, int64_t row_tile, const State& state) const {
     const int64_t first = row_tile * TILE_ROWS, count = at_most(rows - first, TILE_ROWS);
     const SeenBy seen = seen_by_rows(row_tile, first_key);
     const auto weigh_them = seen.whole ? weigh_rows<true> : weigh_rows<false>;
     const Floats factors =
-        weigh_them(scores + row_tile * SCORES, seen, work.scale, state.highest + first, state.sums + first);
+        weigh_them(scores + row_tile * SCORES, seen, scale_left(), state.highest + first, state.sums + first);
     for (int64_t r = 0; r < count; r++) scale_values(state, first + r, factors[r]);
   }
 
@@ -760,7 +772,7 @@ struct Task {
       uint32_t* const weights = reinterpret_cast<uint32_t*>(of_tile) + (r - first) * TILE_PAIRS;
       const Range seen = seen_by(work, position(r), first_key);
       const float factor = weigh_row(of_rows + (r - first) * KV_TILE, {at_most(seen.begin, KV_TILE), at_least(seen.end, 0)},
-                                     work.scale, state.highest + r, state.sums + r, weights);
+                                     scale_left(), state.highest + r, state.sums + r, weights);
       scale_values(state, r, factor);
     }
   }

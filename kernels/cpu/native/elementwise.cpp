@@ -160,14 +160,15 @@ void rope_row(const fissile::Rope& work, int64_t row) {
     for (int64_t i = 2 * work.half; i < work.dim; i++) to[head * work.dim + i] = from[head * work.head_stride + i];
 }
 
-template <class Number>
-void silu_row(const fissile::SiluAndMul& work, int64_t row) {
-  const Number* gate = static_cast<const Number*>(work.x) + row * work.row_stride;
-  const Number* up = gate + work.width;
+template <class Number, bool GELU>
+void gated_row(const fissile::SiluAndMul& work, int64_t row) {
+  const Number* gates = static_cast<const Number*>(work.x) + row * work.row_stride;
+  const Number* ups = gates + work.width;
   Number* out = static_cast<Number*>(work.out) + row * work.out_stride;
   for (int64_t i = 0; i < work.width; i += WIDTH) {
     const int64_t left = work.width - i;
-    store_up_to(out + i, FISSILE_ISA::silu_and_mul(load_up_to(gate + i, left), load_up_to(up + i, left), gate), left);
+    const Floats gate = load_up_to(gates + i, left), up = load_up_to(ups + i, left);
+    store_up_to(out + i, GELU ? gelu_and_mul(gate, up, gates) : FISSILE_ISA::silu_and_mul(gate, up, gates), left);
   }
 }
 
@@ -185,6 +186,19 @@ void clamped_swiglu_row(const fissile::SiluAndMul& work, int64_t row) {
     Floats glu = gate / (one + exp(-(gate * splat(work.alpha))));
     store_up_to(out + i, glu * (up + one), work.width - i);
   }
+}
+
+template <class Number>
+auto activation_row(const fissile::SiluAndMul& work) {
+  if (work.limit > 0.0f) return clamped_swiglu_row<Number>;
+  return work.gelu ? gated_row<Number, true> : gated_row<Number, false>;
+}
+
+void softcap_row(const fissile::Softcap& work, int64_t row) {
+  const float* const from = work.x + row * work.row_stride;
+  float* const to = work.out + row * work.width;
+  for (int64_t i = 0; i < work.width; i += WIDTH)
+    store_up_to(to + i, softcapped(load_up_to(from + i, work.width - i), work.cap), work.width - i);
 }
 
 template <class Number>
@@ -265,11 +279,13 @@ void rope(const fissile::Rope& work, int64_t task) {
 int64_t silu_and_mul_tasks(const fissile::SiluAndMul& work) { return tasks(work.rows, 2 * work.width); }
 
 void silu_and_mul(const fissile::SiluAndMul& work, int64_t task) {
-  const bool clamped = work.limit > 0.0f;
   each_row(work, task, work.rows, 2 * work.width,
-           work.dtype == FLOAT32 ? (clamped ? clamped_swiglu_row<float> : silu_row<float>)
-                                 : (clamped ? clamped_swiglu_row<Bf16> : silu_row<Bf16>));
+           work.dtype == FLOAT32 ? activation_row<float>(work) : activation_row<Bf16>(work));
 }
+
+int64_t softcap_tasks(const fissile::Softcap& work) { return tasks(work.rows, work.width); }
+
+void softcap(const fissile::Softcap& work, int64_t task) { each_row(work, task, work.rows, work.width, softcap_row); }
 
 int64_t combine_tasks(const fissile::Combine& work) { return tasks(work.rows, work.slots * work.width); }
 

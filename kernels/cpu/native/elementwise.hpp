@@ -12,6 +12,8 @@ int64_t rope_tasks(const fissile::Rope& work);
 void rope(const fissile::Rope& work, int64_t task);
 int64_t silu_and_mul_tasks(const fissile::SiluAndMul& work);
 void silu_and_mul(const fissile::SiluAndMul& work, int64_t task);
+int64_t softcap_tasks(const fissile::Softcap& work);
+void softcap(const fissile::Softcap& work, int64_t task);
 int64_t combine_tasks(const fissile::Combine& work);
 void combine(const fissile::Combine& work, int64_t task);
 int64_t write_kv_tasks(const fissile::WriteKV& work);

@@ -141,7 +141,7 @@ struct Rope {
 };
 
 // Writes silu(x[:, :width]) * x[:, width:] of x [rows, 2 * width] to rows of `out`. If `limit` is above 0, computes
-// gpt-oss's activation instead (kernels/interface.py, ClampedSwiglu).
+// gpt-oss's activation instead (kernels/interface.py, ClampedSwiglu); if `gelu`, GELU with the tanh approximation.
 struct SiluAndMul {
   int64_t dtype;
   const void* x;
@@ -152,6 +152,17 @@ struct SiluAndMul {
   int64_t out_stride;
   float alpha;
   float limit;
+  bool gelu = false;
+};
+
+// Writes cap * tanh(x / cap) of x [rows, width] to the contiguous `out`.
+struct Softcap {
+  const float* x;
+  int64_t rows;
+  int64_t row_stride;
+  int64_t width;
+  float cap;
+  float* out;
 };
 
 // y[row] = the sum over slots, in slot order, of weights[row][slot] * x[places[row][slot]]. A place below 0 adds
@@ -243,6 +254,8 @@ struct Attention {
   int64_t end_split = 0;
   int64_t wave_tiles = 0;
   int64_t wave_tasks = 0;
+  // Scaled scores s become softcap * tanh(s / softcap); 0 for off.
+  float softcap = 0.0f;
 };
 
 // Indexer of sparse attention: selects the `topk` keys that each query token attends to. The score of a key is the sum
@@ -362,6 +375,8 @@ struct Kernels {
   void (*rope)(const Rope&, int64_t task);
   int64_t (*silu_and_mul_tasks)(const SiluAndMul&);
   void (*silu_and_mul)(const SiluAndMul&, int64_t task);
+  int64_t (*softcap_tasks)(const Softcap&);
+  void (*softcap)(const Softcap&, int64_t task);
   int64_t (*combine_tasks)(const Combine&);
   void (*combine)(const Combine&, int64_t task);
   int64_t (*write_kv_tasks)(const WriteKV&);

@@ -210,8 +210,8 @@ class Run {
     const int failed = fissile_attention(
         dtype_, cache_.dtype, q_, q_width_, cache_.dim, keys_of(layer), values_of(layer), model_.heads, cache_.heads,
         cache_.dim, cache_.block_size, step_.block_tables, step_.table_stride, step_.sequences, cu_seqlens_.data(),
-        step_.seq_lens, static_cast<float>(model_.scale), weights.window, weights.sinks, attended_stride_,
-        attended_);
+        step_.seq_lens, static_cast<float>(model_.scale), 0.0f, weights.window, weights.sinks,
+        attended_stride_, attended_);
     return !failed && multiply(product(weights.out, attended_, attended_stride_, rows_, output_));
   }
 

@@ -472,4 +472,9 @@ FISSILE_INLINE Floats exp(Floats x) {
 #endif
 }
 
+// cap * tanh(x / cap), which bounds x smoothly to +-cap; NaN gives NaN.
+FISSILE_INLINE Floats softcapped(Floats x, float cap) {
+  return splat(cap) - splat(2.0f * cap) / (exp(x * splat(2.0f / cap)) + splat(1.0f));
+}
+
 }  // namespace FISSILE_ISA

@@ -39,6 +39,13 @@ def assert_near(found: torch.Tensor, expected: torch.Tensor) -> None:
 def test_silu_and_mul(dtype: torch.dtype, rows: int, inner: int) -> None:
     x = torch.randn(rows, 2 * inner, generator=torch.Generator().manual_seed(inner)).to(dtype)
     assert_near(elementwise.silu_and_mul(x), REFERENCE.elementwise.silu_and_mul(x))
+    assert_near(elementwise.silu_and_mul(x, gelu=True), REFERENCE.elementwise.gelu_and_mul(x))
+
+
+@pytest.mark.parametrize("width", [1, 96, 1500])
+def test_softcap(width: int) -> None:
+    x = 40 * torch.randn(5, width + 2, generator=torch.Generator().manual_seed(width))[:, :width]
+    assert_near(elementwise.softcap(x, 30.0), REFERENCE.elementwise.softcap(x, 30.0))
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE))

@@ -76,6 +76,12 @@ def test_silu_and_mul(backend: KernelBackend, dtype: torch.dtype) -> None:
     x = (torch.randn(7, 2 * 45) * 4).to(dtype)
     gate, up = x.double().chunk(2, dim=-1)
     close(backend.elementwise.silu_and_mul(x), gate / (1 + torch.exp(-gate)) * up)
+    close(backend.elementwise.gelu_and_mul(x), torch.nn.functional.gelu(gate, approximate="tanh") * up)
+
+
+def test_softcap(backend: KernelBackend) -> None:
+    x = torch.randn(7, 45) * 40
+    close(backend.elementwise.softcap(x, 30.0), 30 * torch.tanh(x.double() / 30))
 
 
 def test_rope_rotates_half_split_pairs(backend: KernelBackend) -> None:
@@ -126,6 +132,12 @@ def test_attention_with_a_window_and_sinks(
     check_attention(backend, (heads, kv_heads, 16), 16, torch.float32, window, sinks)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("softcap", [0.5, 50.0])
+def test_attention_with_softcap(backend: KernelBackend, dtype: torch.dtype, softcap: float) -> None:
+    check_attention(backend, (6, 2, 24), 16, dtype, 100, softcap=softcap)
+
+
 def test_attention_with_extreme_sinks(backend: KernelBackend) -> None:
     sinks = torch.tensor([-1e4, 0.0, 30.0, 1e4])
     check_attention(backend, (4, 2, 16), 16, torch.float32, sinks=sinks)
@@ -138,6 +150,7 @@ def check_attention(
     dtype: torch.dtype,
     window: int | None = None,
     sinks: torch.Tensor | None = None,
+    softcap: float = 0.0,
 ) -> None:
     heads, _, dim = shape
     lengths, counts = [1, 70, 64, 129, 200], [1, 3, 64, 1, 66]
@@ -147,12 +160,12 @@ def check_attention(
     step.plan = backend.attention.plan(step, cache, heads)
     padded = sum(counts) + 5
     q = torch.randn(padded, heads, dim).to(dtype)
-    out = backend.attention.apply(q, cache, 1, step, dim**-0.5, window=window, sinks=sinks)
+    out = backend.attention.apply(q, cache, 1, step, dim**-0.5, window=window, sinks=sinks, softcap=softcap)
     begin = 0
     for row in step_rows:
         keys, values = stored(cache, 1, row.blocks, row.end)
         part = slice(begin, begin + row.count)
-        close(out[part], reference_attention(q[part], keys, values, row.start, dim**-0.5, window, sinks))
+        close(out[part], reference_attention(q[part], keys, values, row.start, dim**-0.5, window, sinks, softcap))
         begin += row.count
     assert not out[begin:].any()
     assert cache.data[0, :, :-1].isnan().all(), "another layer was written"

@@ -97,7 +97,14 @@ def test_elementwise_and_norm_rows(width: int) -> None:
     generator = torch.Generator().manual_seed(width)
     x = torch.randn(40, 2 * width, generator=generator) * 6
     weight = torch.randn(2 * width, generator=generator)
-    for operation in (BACKEND.elementwise.silu_and_mul, lambda rows: BACKEND.elementwise.rms_norm(rows, weight, 1e-6)):
+    do = BACKEND.elementwise
+    operations = (
+        do.silu_and_mul,
+        do.gelu_and_mul,
+        lambda rows: do.softcap(rows, 5.0),
+        lambda rows: do.rms_norm(rows, weight, 1e-6),
+    )
+    for operation in operations:
         alone = torch.cat([operation(row[None]) for row in x])
         for count in (2, 16, 40):
             order = torch.randperm(40, generator=generator)[:count]

@@ -56,24 +56,26 @@ def attend(
     window: int | None = None,
     sinks: torch.Tensor | None = None,
     block: int = BLOCK,
+    softcap: float = 0.0,
 ) -> torch.Tensor:
-    return attention.attention(native, q, cache, 0, attention.StepArrays(metadata(rows, block)), 0.2, window, sinks)
+    step = attention.StepArrays(metadata(rows, block))
+    return attention.attention(native, q, cache, 0, step, 0.2, window, sinks, softcap)
 
 
 @DTYPES
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 64), (3, 1, 24), (2, 2, 128), (16, 1, 20)])
-@pytest.mark.parametrize("window", [None, 600])
+@pytest.mark.parametrize(("window", "softcap"), [(None, 0.0), (600, 0.0), (600, 3.0)])
 def test_against_float64(
-    each_attention: CDLL, dtype: torch.dtype, heads: int, kv_heads: int, dim: int, window: int | None
+    each_attention: CDLL, dtype: torch.dtype, heads: int, kv_heads: int, dim: int, window: int | None, softcap: float
 ) -> None:
     cache, blocks = filled(each_attention, kv_heads, dim, dtype)
     sinks = torch.linspace(-2.0, 4.0, heads)
     rows = [Rows(LENGTH - 30, LENGTH, blocks[0]), Rows(74, 75, blocks[1])]
     q = torch.randn(31, heads, dim).to(dtype)
-    out = attend(each_attention, cache, q, rows, window, sinks)
+    out = attend(each_attention, cache, q, rows, window, sinks, softcap=softcap)
     for part, row in ((slice(0, 30), rows[0]), (slice(30, 31), rows[1])):
         keys, values = stored(cache, 0, row.blocks, row.end)
-        exact = reference_attention(q[part], keys, values, row.start, 0.2, window, sinks)
+        exact = reference_attention(q[part], keys, values, row.start, 0.2, window, sinks, softcap)
         tolerance = 2e-6 if dtype == torch.float32 else 8e-3
         torch.testing.assert_close(out[part].double(), exact, rtol=tolerance, atol=tolerance)
 

@@ -61,6 +61,21 @@ def test_silu_and_mul(each_isa: CDLL, dtype: torch.dtype, inner: int) -> None:
     close(elementwise.silu_and_mul(each_isa, x), gate / (1 + torch.exp(-gate)) * up, 4)
 
 
+@DTYPES
+@pytest.mark.parametrize("inner", [1, 5, 40, 640])
+def test_gelu_and_mul(each_isa: CDLL, dtype: torch.dtype, inner: int) -> None:
+    x = drawn(7, 2 * inner, dtype=dtype) * 4
+    gate, up = x.double().chunk(2, -1)
+    close(elementwise.silu_and_mul(each_isa, x, gelu=True), torch.nn.functional.gelu(gate, approximate="tanh") * up, 4)
+
+
+@pytest.mark.parametrize("width", [1, 5, 40, 640])
+def test_softcap(each_isa: CDLL, width: int) -> None:
+    x = drawn(7, width + 3, dtype=torch.float32)[:, :width] * 20
+    x[0, 0], x[1, 0] = torch.inf, -torch.inf
+    close(elementwise.softcap(each_isa, x, 30.0), 30 * torch.tanh(x.double() / 30), 60)
+
+
 def test_silu_of_extreme_inputs(each_isa: CDLL) -> None:
     gate = torch.tensor([[-1e30, -200.0, -88.5, -0.0, 0.0, 88.5, 200.0, 1e30, torch.nan]])
     out = elementwise.silu_and_mul(each_isa, torch.cat((gate, torch.ones_like(gate)), 1))[0]
@@ -94,6 +109,8 @@ def operations(dtype: torch.dtype) -> dict[str, Callable[[CDLL, torch.Tensor], t
         "head norm": lambda native, x: elementwise.norm(native, x.view(-1, 4, 24), weight[:24], 1e-6)[0].flatten(1),
         "layer_norm": lambda native, x: elementwise.norm(native, x, weight, 1e-6, bias)[0],
         "silu_and_mul": elementwise.silu_and_mul,
+        "gelu_and_mul": lambda native, x: elementwise.silu_and_mul(native, x, gelu=True),
+        "softcap": lambda native, x: elementwise.softcap(native, x.float(), 4.0),
         "rope": turned,
     }
 

@@ -105,6 +105,8 @@ SPOILED = [
     ("fissile_norm", -1, "add_rms_norm"),
     ("fissile_rope", -1, "rope"),
     ("fissile_silu_and_mul", -1, "silu_and_mul"),
+    ("fissile_gelu_and_mul", -1, "gelu_and_mul"),
+    ("fissile_softcap", -1, "softcap"),
     ("fissile_moe", -1, "experts"),
     ("fissile_write_kv", -2, "attention"),
     ("fissile_write_kv", -1, "attention"),

@@ -39,6 +39,7 @@ class Shape:
     block: int
     window: int | None
     sinks: bool
+    softcap: float
 
 
 def drawn_shape(rnd: random.Random) -> Shape:
@@ -55,6 +56,7 @@ def drawn_shape(rnd: random.Random) -> Shape:
         block=rnd.choice((1, 5, 16, 16, 64)),
         window=None if latent else rnd.choice((None, None, 1, 2, 33, 65, 128)),
         sinks=not latent and rnd.random() < 0.3,
+        softcap=0.0 if latent or rnd.random() < 0.6 else rnd.choice((1.0, 50.0)),
     )
 
 
@@ -86,7 +88,8 @@ class Layer:
         if self._shape.value_dim:
             out = attention.latent_attention(self._native, q, self._cache, 0, step, 0.2, None)
         else:
-            out = attention.attention(self._native, q, self._cache, 0, step, 0.2, self._shape.window, self._sinks)
+            own = (self._shape.window, self._sinks, self._shape.softcap)
+            out = attention.attention(self._native, q, self._cache, 0, step, 0.2, *own)
         return out.nan_to_num(7.0).view(torch.int16 if q.dtype == torch.bfloat16 else torch.int32)
 
 
