@@ -88,6 +88,18 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
         {"num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "norm_topk_prob": True},
     ),
     "mixtral": ("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 80}),
+    "gemma2": (
+        "Gemma2",
+        {
+            "query_pre_attn_scalar": 16,
+            "sliding_window": 40,
+            "attn_logit_softcapping": 20.0,
+            "final_logit_softcapping": 8.0,
+        },
+    ),
+    "gemma3": ("Gemma3", {"query_pre_attn_scalar": 32, "sliding_window": 40, "sliding_window_pattern": 3}),
+    "olmo2": ("Olmo2", {}),
+    "olmo3": ("Olmo3", {"sliding_window": 40, "num_hidden_layers": 4}),
     "glm4_moe": (
         "Glm4Moe",
         {
@@ -129,6 +141,9 @@ LAYER_GAIN = 3.0
 # Weight of q_norm and k_norm; with 1 attention is almost even over a long prompt, and streams depend on the last token.
 HEAD_NORM = 2.0
 
+# Weight of Gemma's norms of what a layer adds to the residual stream, which starts with embeddings times 8.
+POST_NORM = 8.0
+
 
 def make_checkpoint(
     folder: Path | str,
@@ -166,8 +181,9 @@ def make_checkpoint(
     import transformers
 
     prefix, own_shape = ARCHITECTURES[architecture]
-    config_class: Any = getattr(transformers, f"{prefix}Config")
-    model_class: Any = getattr(transformers, prefix + _CLASSES[head])
+    end = _CLASSES[head]
+    model_class: Any = getattr(transformers, f"{prefix}Text{end}", None) or getattr(transformers, prefix + end)
+    config_class: Any = model_class.config_class
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     entries = {**DEFAULT_SHAPE, **own_shape, **shape}
@@ -330,12 +346,15 @@ def _draw_weights(model: Any, seed: int) -> None:
     def normal(shape: torch.Size, std: float) -> torch.Tensor:
         return torch.randn(shape, generator=generator, device=device) * std
 
+    is_gemma = model.config.model_type.startswith("gemma")
     with torch.no_grad():
         corrections = ((n, b) for n, b in model.named_buffers() if n.endswith("e_score_correction_bias"))
         for name, weight in (*model.named_parameters(), *corrections):
             if name.endswith("norm.weight"):
                 mean = HEAD_NORM if name.endswith(("q_norm.weight", "k_norm.weight")) else 1.0
-                weight.copy_(mean + normal(weight.shape, 0.2))
+                mean = POST_NORM if is_gemma and "post_" in name else mean
+                # Gemma multiplies by 1 + weight.
+                weight.copy_(mean - is_gemma + normal(weight.shape, 0.2))
             elif name.endswith(("bias", "sinks")):
                 weight.copy_(normal(weight.shape, 0.3))
             elif "embed_tokens" in name or "lm_head" in name:

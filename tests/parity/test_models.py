@@ -169,6 +169,87 @@ CHECKPOINTS |= {
     },
 }
 
+# Bounded scores and logits, two rotary embeddings, norms of all heads together.
+CHECKPOINTS |= {
+    "gemma2": {"architecture": "gemma2"},
+    "gemma2-one-kv-head-biases-bf16": {
+        "architecture": "gemma2",
+        "dtype": "bfloat16",
+        "num_key_value_heads": 1,
+        "head_dim": 64,
+        "attention_bias": True,
+        "sliding_window": 33,
+        "attn_logit_softcapping": None,
+    },
+    "gemma2-wide-heads-untied": {
+        "architecture": "gemma2",
+        "tie_word_embeddings": False,
+        "hidden_size": 96,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 3,
+        "head_dim": 96,
+        "attn_logit_softcapping": 12.0,
+        "final_logit_softcapping": None,
+        "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+    },
+    "gemma3": {"architecture": "gemma3"},
+    "gemma3-linear-rope-bf16": {
+        "architecture": "gemma3",
+        "dtype": "bfloat16",
+        "num_key_value_heads": 1,
+        "head_dim": 64,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
+            "full_attention": {"rope_type": "linear", "rope_theta": 20000.0, "factor": 8.0},
+        },
+    },
+    "gemma3-capped-logits-untied": {
+        "architecture": "gemma3",
+        "tie_word_embeddings": False,
+        "num_hidden_layers": 4,
+        "head_dim": 32,
+        "attention_bias": True,
+        "final_logit_softcapping": 6.0,
+        "sliding_window": 17,
+    },
+    "olmo2": {"architecture": "olmo2"},
+    "olmo2-one-kv-head-biases-tied": {
+        "architecture": "olmo2",
+        "tie_word_embeddings": True,
+        "num_key_value_heads": 1,
+        "head_dim": 32,
+        "attention_bias": True,
+        "rope_parameters": YARN,
+    },
+    "olmo2-mha-bf16": {
+        "architecture": "olmo2",
+        "dtype": "bfloat16",
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "hidden_size": 96,
+    },
+    "olmo3": {"architecture": "olmo3"},
+    "olmo3-yarn": {
+        "architecture": "olmo3",
+        "num_attention_heads": 3,
+        "num_key_value_heads": 3,
+        "head_dim": 32,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            "full_attention": YARN,
+        },
+    },
+    "olmo3-layer-types-bf16": {
+        "architecture": "olmo3",
+        "dtype": "bfloat16",
+        "num_key_value_heads": 1,
+        "head_dim": 64,
+        "num_hidden_layers": 3,
+        "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+        "sliding_window": 33,
+    },
+}
+
 # Mixtures: experts that two ranks cannot share out evenly, one KV head, heads of 64 and 96, tied and untied heads.
 CHECKPOINTS |= {
     "qwen2-moe": {"architecture": "qwen2_moe"},
@@ -283,6 +364,9 @@ KEPT = {
     "mistral-window",
     "phi3-longrope-long-partial",
     "granite-biases-untied",
+    "gemma2",
+    "gemma3-linear-rope-bf16",
+    "olmo3-yarn",
     "smollm3-window-biases",
     "llama-biases",
     "llama-rope-llama3",

@@ -18,6 +18,10 @@ support_model_arch_dict: dict[str, str] = {
     "GraniteForCausalLM": "worker.model.models.granite:GraniteForCausalLM",
     "SmolLM3ForCausalLM": "worker.model.models.smollm3:SmolLM3ForCausalLM",
     "MixtralForCausalLM": "worker.model.models.mixtral:MixtralForCausalLM",
+    "Gemma2ForCausalLM": "worker.model.models.gemma2:Gemma2ForCausalLM",
+    "Gemma3ForCausalLM": "worker.model.models.gemma3_text:Gemma3ForCausalLM",
+    "Olmo2ForCausalLM": "worker.model.models.olmo2:Olmo2ForCausalLM",
+    "Olmo3ForCausalLM": "worker.model.models.olmo3:Olmo3ForCausalLM",
     "GptOssForCausalLM": "worker.model.models.gpt_oss:GptOssForCausalLM",
     "Glm4MoeForCausalLM": "worker.model.models.glm4_moe:Glm4MoeForCausalLM",
     "DeepseekV2ForCausalLM": "worker.model.models.deepseek_v2:DeepseekV2ForCausalLM",
@@ -28,6 +32,8 @@ support_model_arch_dict: dict[str, str] = {
 _GENERATES: Final = "ForCausalLM"
 # Name endings of the same decoders with a head that does not generate.
 _OTHER_HEADS: Final[dict[str, Head]] = {"Model": NO_HEAD, "ForSequenceClassification": CLASSIFIER}
+# `transformers` names the text part of a multimodal model so, where it generates nothing: `Gemma3TextModel`.
+_TEXT: Final = "Text"
 # The same for draft heads, which only draft for another model.
 draft_head_arch_dict: dict[str, str] = {
     "LlamaForCausalLMEagle3": "worker.model.models.eagle3:Eagle3Head",
@@ -41,7 +47,7 @@ def parted(architecture: str) -> tuple[str, Head]:
     with the output head.
     """
     for end, head in _OTHER_HEADS.items():
-        decoder = architecture.removesuffix(end) + _GENERATES
+        decoder = architecture.removesuffix(end).removesuffix(_TEXT) + _GENERATES
         if architecture.endswith(end) and decoder in support_model_arch_dict:
             return decoder, head
     return architecture, OUTPUT_HEAD

@@ -90,6 +90,8 @@ class ModelConfig:
         quant_config: how the checkpoint's weights are quantized.
         head: what it makes of hidden states.
         num_labels: of a classifier; else 0.
+        rope: the rotary embedding of all layers, or of those that `local_rope` is not for.
+        local_rope: the rotary embedding of layers with a sliding window; None if it is `rope`.
         source: config.json with the defaults of its config class, for settings that only one architecture has.
         The others are named as in config.json.
     """
@@ -115,6 +117,7 @@ class ModelConfig:
     quant_config: QuantizationConfig = field(default_factory=QuantizationConfig)
     head: Head = OUTPUT_HEAD
     num_labels: int = 0
+    local_rope: RopeConfig | None = None
     source: Mapping[str, Any] = field(default_factory=dict, hash=False, compare=False, repr=False)
 
     @classmethod
@@ -194,6 +197,14 @@ class ModelConfig:
             raise ModelError(f"layer type {types[layer]!r} is not supported: {FULL_ATTENTION}, {SLIDING_ATTENTION}")
         return bool(types[layer] == SLIDING_ATTENTION)
 
+    def listed_window(self, layer: int) -> int | None:
+        """The sliding window of a layer that `layer_types` calls sliding; None for other layers.
+
+        Raises:
+            ModelError: see `slides`, or there is no window's length.
+        """
+        return self.count("sliding_window") if self.slides(layer) else None
+
     def listed(self, key: str, kind: type[Entry]) -> list[Entry] | None:
         """Reads a list of config.json whose entries all have one type; None if it is absent.
 
@@ -262,8 +273,6 @@ def _parse(
     architecture = _architecture(config, architectures)
     decoder, head = parted(architecture)
     settings = read_settings(config, _model_type(config, decoder)) if settings is None else settings
-    if settings["hidden_act"] != "silu":
-        raise ModelError(f"hidden_act {settings['hidden_act']!r} is not supported; supported: silu")
     hidden_size = _count(settings, "hidden_size")
     heads = _count(settings, "num_attention_heads")
     kv_heads = _count(settings, "num_key_value_heads")
@@ -271,7 +280,7 @@ def _parse(
     head_dim = _count(settings, "head_dim", hidden_size // heads)
     if heads % kv_heads:
         raise ModelError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
-    rope = rope_config(settings)
+    rope, local_rope = ropes(settings)
     if not rope.rotary_dim(head_dim) or rope.rotary_dim(head_dim) % 2:
         # With latent attention, the config class sets head_dim to qk_rope_head_dim: name the entry that the user has.
         name = "qk_rope_head_dim" if "qk_rope_head_dim" in settings else "head_dim"
@@ -291,6 +300,7 @@ def _parse(
         vocab_size=_count(settings, "vocab_size"),
         rms_norm_eps=_positive(settings, "rms_norm_eps"),
         rope=rope,
+        local_rope=local_rope,
         tie_word_embeddings=head == OUTPUT_HEAD and _flag(settings, "tie_word_embeddings", False),
         attention_bias=_flag(settings, "attention_bias", False),
         mlp_bias=_flag(settings, "mlp_bias", False),
@@ -351,9 +361,19 @@ def _is_decoder_alone(folder: Path) -> bool:
     return _EMBEDDING in names and _OUTPUT not in names
 
 
-def rope_config(settings: Mapping[str, Any]) -> RopeConfig:
-    """The rotary embedding, from `rope_parameters`, which the config classes fill in from every spelling."""
+def ropes(settings: Mapping[str, Any]) -> tuple[RopeConfig, RopeConfig | None]:
+    """`rope` and `local_rope`, from `rope_parameters`, which the config classes fill in from every spelling."""
     parameters: Mapping[str, Any] = settings["rope_parameters"]
+    if FULL_ATTENTION not in parameters:
+        return rope_config(settings, parameters), None
+    for name in (FULL_ATTENTION, SLIDING_ATTENTION):
+        if not isinstance(parameters.get(name), Mapping):
+            raise ValueError(f"{name} of rope_parameters is {parameters.get(name)!r}; it must be an object")
+    return rope_config(settings, parameters[FULL_ATTENTION]), rope_config(settings, parameters[SLIDING_ATTENTION])
+
+
+def rope_config(settings: Mapping[str, Any], parameters: Mapping[str, Any]) -> RopeConfig:
+    """One rotary embedding, from its `parameters`."""
     kind = parameters["rope_type"]
     if kind not in SUPPORTED_ROPE_TYPES:
         raise ModelError(f"rope scaling {kind!r} is not supported; supported: {', '.join(SUPPORTED_ROPE_TYPES)}")

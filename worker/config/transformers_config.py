@@ -59,12 +59,12 @@ def read_settings(config: Mapping[str, Any], model_type: str) -> dict[str, Any]:
     for name in _REFUSED:
         if config.get(name):
             raise ValueError(f"{name} is not supported; leave it out")
-    _check_rope(config)
+    config_class: Any = _config_classes()[model_type]
+    _check_rope(config, config_class)
     for name, most in _BOUNDED.items():
         value = config.get(name)
         if isinstance(value, int) and not 1 <= value <= most:
             raise ValueError(f"{name} is {value}; it must be 1 to {most}")
-    config_class: Any = _config_classes()[model_type]
     # A derived class checks the type of each entry, but does not compare entries with each other. The comparisons
     # refuse models that can run, such as one with a head_dim whose hidden size is no multiple of the heads.
     derived: Any = type(config_class.__name__, (config_class,), {})
@@ -103,13 +103,18 @@ def _config_classes() -> Any:
     return CONFIG_MAPPING
 
 
-def _check_rope(config: Mapping[str, Any]) -> None:
+def _check_rope(config: Mapping[str, Any], config_class: Any) -> None:
     for name in (_ROPE, _OLD_ROPE):
         rope = config.get(name)
         if rope is not None and not isinstance(rope, Mapping):
             raise ValueError(f"{name} is {rope!r}; it must be an object")
-        if any(isinstance(value, Mapping) for value in (rope or {}).values()):
+        if _differs_by_layer(rope) and not _differs_by_layer(config_class().rope_parameters):
             raise ValueError(f"{name} differs by layer, which is not supported; give one for all layers")
+
+
+def _differs_by_layer(rope: Mapping[str, Any] | None) -> bool:
+    """True for rope parameters by type of layer."""
+    return any(isinstance(value, Mapping) for value in (rope or {}).values())
 
 
 def _entries(config: Mapping[str, Any], config_class: Any) -> dict[str, Any]:

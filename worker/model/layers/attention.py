@@ -17,17 +17,25 @@ class Attention:
         scale: of the scores.
         window: number of keys that a row sees, including its own; None for all before it.
         sinks: [Hq], scores that enter a head's softmax without a value.
+        softcap: scores become softcap * tanh(score / softcap); 0 for off.
 
     Attributes:
         window, sinks: as given.
     """
 
     def __init__(
-        self, build: Build, layer: int, scale: float, window: int | None = None, sinks: torch.Tensor | None = None
+        self,
+        build: Build,
+        layer: int,
+        scale: float,
+        window: int | None = None,
+        sinks: torch.Tensor | None = None,
+        softcap: float = 0.0,
     ) -> None:
         self._attention = build.kernels.attention
         self._name = f"layers.{layer}"
         self._scale = scale
+        self._softcap = softcap
         self.window = window
         self.sinks = sinks
 
@@ -38,6 +46,6 @@ class Attention:
         self._attention.write(kv.cache, kv.layer_num, k, v, context.attn_metadata)
         metadata = context.attn_metadata
         out = self._attention.apply(
-            q, kv.cache, kv.layer_num, metadata, self._scale, window=self.window, sinks=self.sinks
+            q, kv.cache, kv.layer_num, metadata, self._scale, self.window, self.sinks, self._softcap
         )
         return out.flatten(1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from typing_extensions import override
 
 from worker.model.layers.build import Build, taken
 
@@ -21,8 +22,13 @@ class RMSNorm:
 
     def __init__(self, build: Build, name: str, eps: float | None = None) -> None:
         self._elementwise = build.kernels.elementwise
-        self.weight = taken(build, f"{name}.weight", build.dtype)
+        self.weight = self.read(build, name)
         self._eps = build.config.rms_norm_eps if eps is None else eps
+
+    @staticmethod
+    def read(build: Build, name: str) -> torch.Tensor:
+        """The weight, from the checkpoint."""
+        return taken(build, f"{name}.weight", build.dtype)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[..., H] -> [..., H]"""
@@ -31,6 +37,31 @@ class RMSNorm:
     def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(norm of x + residual, x + residual)"""
         return self._elementwise.add_rms_norm(x, residual, self.weight, self._eps)
+
+
+class ShiftedRMSNorm(RMSNorm):
+    """RMSNorm that multiplies by 1 + weight, all in float32, and rounds once (Gemma).
+
+    Attributes:
+        weight: 1 + the checkpoint's, in float32.
+    """
+
+    @staticmethod
+    @override
+    def read(build: Build, name: str) -> torch.Tensor:
+        def shifted() -> torch.Tensor:
+            return build.weights.take(f"{name}.weight", dtype=torch.float32).add_(1.0).to(build.kernels.device)
+
+        return build.kept.keep(f"{name}.weight", shifted)
+
+    @override
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return super().__call__(x.float()).to(x.dtype)
+
+    @override
+    def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        total = x + residual
+        return self(total), total
 
 
 class LayerNorm:

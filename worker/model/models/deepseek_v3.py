@@ -8,7 +8,7 @@ import torch
 from typing_extensions import override
 
 from kernels.interface import KVSpec
-from worker.config.model_config import ModelConfig, ModelError
+from worker.config.model_config import ModelConfig, ModelError, RopeConfig
 from worker.model.layers.build import Build
 from worker.model.layers.mla import CosSin, MLAConfig, MLAttention
 from worker.model.layers.rotary import RotaryEmbedding
@@ -35,10 +35,10 @@ class DeepseekV3ForCausalLM(GroupedMoEForCausalLM):
             types = f"layer_types {config.source['layer_types']} is not supported for {config.architecture}"
             raise ModelError(f"{types}; supported: {cls.layer_type} for each layer")
 
-    def make_rotary(self, build: Build) -> RotaryEmbedding:
+    def make_rotary(self, build: Build, rope: RopeConfig | None = None) -> RotaryEmbedding:
         """Rotary embedding of the rotated part of a head."""
         return RotaryEmbedding(
-            build.config.rope, build.config.count("qk_rope_head_dim"), build.max_position, build.kernels.device
+            rope or build.config.rope, build.config.count("qk_rope_head_dim"), build.max_position, build.kernels.device
         )
 
     def make_attention(self, build: Build, prefix: str, layer: int) -> Callable[[torch.Tensor, CosSin], torch.Tensor]:

@@ -21,7 +21,14 @@ from worker.model.layers.embedding import Embedding, LMHead, head_weight
 from worker.model.layers.linear import WHOLE, ColumnLinear
 from worker.model.layers.norm import RMSNorm
 from worker.model.layers.rotary import RotaryEmbedding
-from worker.model.models.llama import LlamaAttention, LlamaMLP, dense_shapes, linear_shapes, refuse_partial_rotary
+from worker.model.models.llama import (
+    LlamaAttention,
+    LlamaMLP,
+    dense_shapes,
+    linear_shapes,
+    refuse_activations,
+    refuse_partial_rotary,
+)
 from worker.model.sharding import Shard, length
 from worker.weights.checkpoint import Shape
 
@@ -191,6 +198,7 @@ class Eagle3Head:
         Raises:
             ModelError: config.json has a setting that is not supported here.
         """
+        refuse_activations(config, "hidden_act", "silu")
         refuse_partial_rotary(config)
         if config.num_hidden_layers != 1:
             raise ModelError(f"{config.architecture} has {config.num_hidden_layers} layers; supported: 1")

@@ -45,7 +45,7 @@ class GptOssForCausalLM(LlamaForCausalLM):
     @classmethod
     def window(cls, config: ModelConfig, layer: int) -> int | None:
         """The sliding window of a layer that `layer_types` calls sliding; None for other layers."""
-        return config.count("sliding_window") if config.slides(layer) else None
+        return config.listed_window(layer)
 
     @classmethod
     def moe_config(cls, config: ModelConfig) -> MoEConfig:

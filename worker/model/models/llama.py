@@ -8,7 +8,7 @@ import torch
 
 from common.wire.heads import CLASSIFIER
 from kernels.interface import Decoder, DecoderLayer, FusedDecoder, KVSpec
-from worker.config.model_config import FULL_ATTENTION, INDEXED_ATTENTION, ModelConfig, ModelError
+from worker.config.model_config import FULL_ATTENTION, INDEXED_ATTENTION, ModelConfig, ModelError, RopeConfig
 from worker.model.forward_context import get_forward_context
 from worker.model.layers.attention import Attention
 from worker.model.layers.build import Build
@@ -55,7 +55,8 @@ class LlamaAttention:
         self.qkv = ColumnLinear(build, self.qkv_parts(config, prefix, rows, kv_rows), qkv_bias)
         self.norms = self.head_norms(build, prefix)
         self.out = RowLinear(build, f"{prefix}.o_proj", rows, output_bias)
-        self.attention = Attention(build, layer, self.scale(config), window, self.sinks(build, prefix, queries))
+        sinks, softcap = self.sinks(build, prefix, queries), self.softcap(config)
+        self.attention = Attention(build, layer, self.scale(config), window, sinks, softcap)
 
     @staticmethod
     def qkv_parts(
@@ -68,6 +69,11 @@ class LlamaAttention:
     def scale(config: ModelConfig) -> float:
         """Factor of the scores."""
         return float(config.head_dim**-0.5)
+
+    @staticmethod
+    def softcap(config: ModelConfig) -> float:
+        """Bound that scores approach, see `AttentionOps.apply`; 0 for none."""
+        return 0.0
 
     @staticmethod
     def biases(config: ModelConfig) -> tuple[bool, bool]:
@@ -91,11 +97,14 @@ class LlamaAttention:
         """[T, H] -> [T, H]"""
         heads = self.qkv(x).view(x.shape[0], -1, self._head_dim)
         q, k, v = heads.split_with_sizes(self._heads, dim=1)
-        if self.norms is not None:
-            q, k = self.norms[0](q), self.norms[1](k)
+        q, k = self.normed(q, k)
         if self.rotates:
             q, k = self._elementwise.rope(q, k, *cos_sin)
         return self.out(self.attention(q, k, v))
+
+    def normed(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Queries [T, Hq, D] and keys [T, Hkv, D] of this rank after `norms`."""
+        return (q, k) if self.norms is None else (self.norms[0](q), self.norms[1](k))
 
 
 class LlamaMLP:
@@ -116,13 +125,17 @@ class LlamaMLP:
         """Tensors of the two projections of the input, with the rows that this rank computes."""
         return {f"{prefix}.gate_proj": part, f"{prefix}.up_proj": part}
 
+    def activate(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """[T, 2I] -> [T, I]"""
+        return self._elementwise.silu_and_mul(gate_up)
+
     def partial(self, x: torch.Tensor) -> torch.Tensor:
         """[T, H] -> [T, H], this rank's summand"""
-        return self.down.partial(self._elementwise.silu_and_mul(self.gate_up(x)))
+        return self.down.partial(self.activate(self.gate_up(x)))
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[T, H] -> [T, H]"""
-        return self.down(self._elementwise.silu_and_mul(self.gate_up(x)))
+        return self.down(self.activate(self.gate_up(x)))
 
 
 class LlamaDecoderLayer:
@@ -133,7 +146,14 @@ class LlamaDecoderLayer:
         layer: its index.
         attention: [T, H] and cosines and sines -> [T, H].
         mlp: [T, H] -> [T, H].
+
+    Attributes:
+        norm: class of the norms.
+        norm_names: names of the norms.
     """
+
+    norm: type[RMSNorm] = RMSNorm
+    norm_names: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
 
     def __init__(
         self,
@@ -142,10 +162,8 @@ class LlamaDecoderLayer:
         attention: Callable[[torch.Tensor, CosSin], torch.Tensor],
         mlp: Callable[[torch.Tensor], torch.Tensor],
     ) -> None:
-        prefix = f"model.layers.{layer}"
-        self._input_norm = RMSNorm(build, f"{prefix}.input_layernorm")
+        self._norms = [self.norm(build, f"model.layers.{layer}.{name}") for name in self.norm_names]
         self._attention = attention
-        self._post_norm = RMSNorm(build, f"{prefix}.post_attention_layernorm")
         self._mlp = mlp
 
     def fusible(self) -> DecoderLayer | None:
@@ -154,14 +172,15 @@ class LlamaDecoderLayer:
         if not isinstance(attention, LlamaAttention) or not (attention.fuses and attention.rotates):
             return None
         gated = mlp if isinstance(mlp, LlamaMLP) else None
+        input_norm, post_norm = self._norms
         return DecoderLayer(
-            input_norm=self._input_norm.weight,
+            input_norm=input_norm.weight,
             qkv=attention.qkv.packed,
             head_norms=attention.norms and (attention.norms[0].weight, attention.norms[1].weight),
             window=attention.attention.window,
             sinks=attention.attention.sinks,
             out=attention.out.packed,
-            post_norm=self._post_norm.weight,
+            post_norm=post_norm.weight,
             gate_up=gated and gated.gate_up.packed,
             down=gated and gated.down.packed,
             network=None if gated else mlp,
@@ -171,40 +190,47 @@ class LlamaDecoderLayer:
         self, x: torch.Tensor, residual: torch.Tensor | None, cos_sin: CosSin
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(layer output, residual), both [T, H]; their sum is the residual stream."""
-        if residual is None:
-            normed, residual = self._input_norm(x), x
-        else:
-            normed, residual = self._input_norm.add(x, residual)
-        normed, residual = self._post_norm.add(self._attention(normed, cos_sin), residual)
+        input_norm, post_norm = self._norms
+        normed, residual = (input_norm(x), x) if residual is None else input_norm.add(x, residual)
+        normed, residual = post_norm.add(self._attention(normed, cos_sin), residual)
         return self._mlp(normed), residual
 
 
 class LlamaForCausalLM:
     """Llama 2 and 3: every projection may have a bias, embeddings may be tied.
 
-    Related architectures override `check`, `window`, `make_rotary`, `make_attention`, `make_mlp`, `attention_shapes`,
-    `mlp_shapes`.
+    Related architectures override `check`, `window`, `make_rotary`, `make_attention`, `make_mlp`,
+    `attention_shapes`, `mlp_shapes`, and the class attributes.
 
     Args:
         build: shared by the layers; its weights are those of `tensor_shapes`.
 
     Attributes:
+        attention, mlp, layer: classes of the parts.
+        activation: entry of config.json that names the activation of `mlp`, and its only supported value.
+        has_local_rope: True if layers with a window may have a rotary embedding of their own.
         embedding: of token ids.
-        rotary: the rotary embedding of all layers.
+        rotary: the rotary embedding of all layers, or of all without a window.
         head: gives logits; None for a checkpoint that generates nothing.
         classifier: gives scores of labels; None for a checkpoint without one.
     """
 
     attention: type[LlamaAttention] = LlamaAttention
     mlp: type[LlamaMLP] = LlamaMLP
+    layer: type[LlamaDecoderLayer] = LlamaDecoderLayer
+    activation = ("hidden_act", "silu")
+    has_local_rope = False
 
     def __init__(self, build: Build) -> None:
         config = build.config
         self.embedding = Embedding(build, "model.embed_tokens", config.tie_word_embeddings)
         self._aux_layers = build.aux_layers
         self.rotary = self.make_rotary(build)
-        self._layers = [self.make_layer(build, layer) for layer in range(config.num_hidden_layers)]
-        self._norm = RMSNorm(build, "model.norm")
+        self._local_rotary = self.make_rotary(build, config.local_rope) if config.local_rope else None
+        layers = range(config.num_hidden_layers)
+        self._slides = [self.window(config, layer) is not None for layer in layers]
+        self._layers = [self.make_layer(build, layer) for layer in layers]
+        self._norm = self.layer.norm(build, "model.norm")
         self.head = self._make_head(build)
         self.classifier = Classifier(build) if config.head == CLASSIFIER else None
         self._fused = self._fuse(build)
@@ -220,7 +246,7 @@ class LlamaForCausalLM:
     def _fuse(self, build: Build) -> FusedDecoder | None:
         """All layers as one operation; None if the back end or the model has none."""
         layers = tuple(filter(None, (layer.fusible() for layer in self._layers)))
-        if len(layers) < len(self._layers):
+        if len(layers) < len(self._layers) or self._local_rotary is not None:
             return None
         config, shard = build.config, build.shard
         decoder = Decoder(
@@ -243,11 +269,12 @@ class LlamaForCausalLM:
         """One decoder layer."""
         prefix = f"model.layers.{layer}"
         attention = self.make_attention(build, f"{prefix}.self_attn", layer)
-        return LlamaDecoderLayer(build, layer, attention, self.make_mlp(build, f"{prefix}.mlp", layer))
+        return self.layer(build, layer, attention, self.make_mlp(build, f"{prefix}.mlp", layer))
 
-    def make_rotary(self, build: Build) -> RotaryEmbedding:
-        """The rotary embedding of all layers."""
-        return RotaryEmbedding(build.config.rope, build.config.head_dim, build.max_position, build.kernels.device)
+    def make_rotary(self, build: Build, rope: RopeConfig | None = None) -> RotaryEmbedding:
+        """A rotary embedding by `rope`, or config.json's for all layers."""
+        config = build.config
+        return RotaryEmbedding(rope or config.rope, config.head_dim, build.max_position, build.kernels.device)
 
     def make_attention(self, build: Build, prefix: str, layer: int) -> Callable[[torch.Tensor, CosSin], torch.Tensor]:
         """The attention of one layer."""
@@ -307,6 +334,9 @@ class LlamaForCausalLM:
         Raises:
             ModelError: see `check`.
         """
+        refuse_activations(config, *cls.activation)
+        if config.local_rope is not None and not cls.has_local_rope:
+            raise ModelError(f"rope that differs by layer is not supported for {config.architecture}")
         cls.check(config)
         shapes: dict[str, Shape] = {
             "model.embed_tokens.weight": (config.vocab_size, config.hidden_size),
@@ -324,8 +354,7 @@ class LlamaForCausalLM:
     @classmethod
     def layer_shapes(cls, config: ModelConfig, layer: int) -> dict[str, Shape]:
         """Name and shape of every tensor of one layer."""
-        norm = (config.hidden_size,)
-        norms: dict[str, Shape] = {"input_layernorm.weight": norm, "post_attention_layernorm.weight": norm}
+        norms: dict[str, Shape] = {f"{name}.weight": (config.hidden_size,) for name in cls.layer.norm_names}
         return norms | cls.attention_shapes(config) | cls.mlp_shapes(config, layer)
 
     @classmethod
@@ -354,6 +383,7 @@ class LlamaForCausalLM:
         """
         x = self.embed(token_ids)
         cos_sin = self.rotary(positions)
+        local = cos_sin if self._local_rotary is None else self._local_rotary(positions)
         if self._fused is not None:
             context = get_forward_context()
             return self._fused.run(x, *cos_sin, context.kv_cache_data["layers.0"].cache, context.attn_metadata)
@@ -362,7 +392,7 @@ class LlamaForCausalLM:
         for index, layer in enumerate(self._layers):
             if index in self._aux_layers:
                 streams[index] = x if residual is None else x + residual
-            x, residual = layer(x, residual, cos_sin)
+            x, residual = layer(x, residual, local if self._slides[index] else cos_sin)
         states = self._norm(x) if residual is None else self._norm.add(x, residual)[0]
         aux = [streams[index] for index in self._aux_layers]
         return torch.cat((states, *aux), dim=1) if aux else states
@@ -397,13 +427,24 @@ def dense_shapes(prefix: str, hidden: int, inner: int, bias: bool = False) -> di
     )
 
 
+def refuse_activations(config: ModelConfig, name: str, supported: str) -> None:
+    """Check of the activation that entry `name` of config.json names.
+
+    Raises:
+        ModelError: it is another one than `supported`.
+    """
+    if config.source.get(name) != supported:
+        raise ModelError(f"{name} {config.source.get(name)!r} is not supported; supported: {supported}")
+
+
 def refuse_partial_rotary(config: ModelConfig) -> None:
     """Check of architectures that rotate whole heads.
 
     Raises:
         ModelError: config.json rotates a part of a head.
     """
-    if config.rope.partial_rotary_factor != 1.0:
+    ropes = filter(None, (config.rope, config.local_rope))
+    if any(rope.partial_rotary_factor != 1.0 for rope in ropes):
         raise ModelError(f"partial_rotary_factor is not supported for {config.architecture}; leave it out")
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.processes import resident_bytes
-from worker.config.model_config import RopeConfig, rope_config
+from worker.config.model_config import RopeConfig, ropes
 from worker.config.transformers_config import read_settings
 from worker.model.layers import rotary
 from worker.model.layers.rotary import RotaryEmbedding, inverse_frequencies
@@ -39,7 +39,7 @@ PARAMETERS: dict[str, dict[str, Any]] = {
 
 def rope_of(config: dict[str, Any]) -> RopeConfig:
     """The RopeConfig of a Llama's config.json."""
-    return rope_config(read_settings(config, "llama"))
+    return ropes(read_settings(config, "llama"))[0]
 
 
 @pytest.mark.parametrize("name", list(PARAMETERS))
