@@ -97,7 +97,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
             "final_logit_softcapping": 8.0,
         },
     ),
-    "gemma3": ("Gemma3", {"query_pre_attn_scalar": 32, "sliding_window": 40, "sliding_window_pattern": 3}),
+    "gemma3_text": ("Gemma3", {"query_pre_attn_scalar": 32, "sliding_window": 40, "sliding_window_pattern": 3}),
     "olmo2": ("Olmo2", {}),
     "olmo3": ("Olmo3", {"sliding_window": 40, "num_hidden_layers": 4}),
     "glm4_moe": (

@@ -18,7 +18,7 @@ from tests.checkpoints import ARCHITECTURES, DEFAULT_SHAPE, make_checkpoint
 from tests.parity.published_configs import PUBLISHED
 from tests.parity.test_models import close, load_models
 from worker.config import transformers_config
-from worker.config.model_config import ModelConfig, ModelError
+from worker.config.model_config import FULL_ATTENTION, SLIDING_ATTENTION, ModelConfig, ModelError, RopeConfig
 from worker.model.architectures import model_class
 from worker.model.layers.rotary import inverse_frequencies
 from worker.model.models.llama import LlamaForCausalLM
@@ -65,6 +65,10 @@ OWN = (
     "decoder_sparse_step",
     "mlp_only_layers",
     "num_nextn_predict_layers",
+    "hidden_activation",
+    "query_pre_attn_scalar",
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
 )
 EXPERTS = ("num_local_experts", "n_routed_experts")
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
@@ -143,6 +147,12 @@ SPELLINGS: dict[str, list[Any]] = {
     "no_rope_layers": [None, [0, 1, 1], [1], [1, 1, 2]],
     "no_rope_layer_interval": [2],
     "logits_scaling": [3.0, 0],
+    "rope_local_base_freq": [2000.0],
+    "sliding_window_pattern": [2],
+    "query_pre_attn_scalar": [16],
+    "attn_logit_softcapping": [None, 20.0],
+    "final_logit_softcapping": [None, 20.0],
+    "use_bidirectional_attention": [False],
     "output_attentions": [False],
     "temperature": [0.5],
 }
@@ -235,10 +245,11 @@ def compare(folder: Path, config: dict[str, Any]) -> str:
     if hasattr(reference, "qk_rope_head_dim"):
         # The model of transformers fails if head_dim differs from it.
         reference.head_dim = reference.qk_rope_head_dim
-    frequencies, attention_factor = reference_rope(reference)
-    assert own.rope.attention_factor == pytest.approx(attention_factor, rel=1e-12)
-    rotated = getattr(reference, "qk_rope_head_dim", own.head_dim)
-    torch.testing.assert_close(inverse_frequencies(own.rope, rotated), frequencies, rtol=1e-6, atol=0.0)
+    if own.local_rope is None:
+        compare_rope(own.rope, own.head_dim, reference)
+    else:
+        compare_rope(own.rope, own.head_dim, reference, FULL_ATTENTION)
+        compare_rope(own.local_rope, own.head_dim, reference, SLIDING_ATTENTION)
     if issubclass(architecture, LlamaForCausalLM):
         windows = [architecture.window(own, layer) for layer in range(own.num_hidden_layers)]
         assert windows == [reference_window(reference, layer) for layer in range(own.num_hidden_layers)]
@@ -251,18 +262,27 @@ def compare(folder: Path, config: dict[str, Any]) -> str:
     return "equal"
 
 
-def reference_rope(config: Any) -> tuple[torch.Tensor, float]:
-    """Frequencies and attention factor of the `transformers` model of a config."""
+def compare_rope(own: RopeConfig, head_dim: int, config: Any, layer_type: str | None = None) -> None:
+    """Compares the rotary embedding of all layers, or of the layers of a type."""
+    frequencies, attention_factor = reference_rope(config, layer_type)
+    assert own.attention_factor == pytest.approx(attention_factor, rel=1e-12)
+    rotated = getattr(config, "qk_rope_head_dim", head_dim)
+    torch.testing.assert_close(inverse_frequencies(own, rotated), frequencies, rtol=1e-6, atol=0.0)
+
+
+def reference_rope(config: Any, layer_type: str | None = None) -> tuple[torch.Tensor, float]:
+    """Frequencies and attention factor of the `transformers` model of a config, or of its layers of a type."""
     from transformers import AutoModel
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    kind = config.rope_parameters["rope_type"]
+    parameters = config.rope_parameters
+    kind = (parameters[layer_type] if layer_type else parameters)["rope_type"]
     if kind != "default":
-        made = ROPE_INIT_FUNCTIONS[kind](config)
+        made = ROPE_INIT_FUNCTIONS[kind](config, layer_type=layer_type)
         return made[0], float(made[1])
     module = __import__(AutoModel._model_mapping[type(config)].__module__, fromlist=["x"])
     rotary = next(value for name, value in vars(module).items() if name.endswith("RotaryEmbedding"))
-    frequencies, factor = rotary.compute_default_rope_parameters(config)
+    frequencies, factor = rotary.compute_default_rope_parameters(config, layer_type=layer_type)
     return frequencies, float(factor)
 
 
@@ -271,6 +291,8 @@ def reference_window(config: Any, layer: int) -> int | None:
     if config.model_type in ("qwen2", "qwen2_moe", "qwen3", "gpt_oss", "smollm3"):
         slides = config.layer_types[layer] == "sliding_attention" and getattr(config, "use_sliding_window", True)
         return config.sliding_window if slides else None
+    if config.model_type in ("gemma2", "gemma3_text", "olmo3"):
+        return config.sliding_window if config.layer_types[layer] == "sliding_attention" else None
     return config.sliding_window if config.model_type in ("mistral", "mixtral", "qwen3_moe", "phi3") else None
 
 

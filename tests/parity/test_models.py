@@ -192,9 +192,9 @@ CHECKPOINTS |= {
         "final_logit_softcapping": None,
         "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
     },
-    "gemma3": {"architecture": "gemma3"},
+    "gemma3": {"architecture": "gemma3_text"},
     "gemma3-linear-rope-bf16": {
-        "architecture": "gemma3",
+        "architecture": "gemma3_text",
         "dtype": "bfloat16",
         "num_key_value_heads": 1,
         "head_dim": 64,
@@ -204,7 +204,7 @@ CHECKPOINTS |= {
         },
     },
     "gemma3-capped-logits-untied": {
-        "architecture": "gemma3",
+        "architecture": "gemma3_text",
         "tie_word_embeddings": False,
         "num_hidden_layers": 4,
         "head_dim": 32,

@@ -44,8 +44,8 @@ def test_silu_and_mul(dtype: torch.dtype, rows: int, inner: int) -> None:
 
 @pytest.mark.parametrize("width", [1, 96, 1500])
 def test_softcap(width: int) -> None:
-    x = 40 * torch.randn(5, width + 2, generator=torch.Generator().manual_seed(width))[:, :width]
-    assert_near(elementwise.softcap(x, 30.0), REFERENCE.elementwise.softcap(x, 30.0))
+    x = 10 * torch.randn(5, width + 2, generator=torch.Generator().manual_seed(width))[:, :width]
+    assert_near(elementwise.softcap(x, 8.0), REFERENCE.elementwise.softcap(x, 8.0))
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE))

@@ -37,7 +37,7 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
     "smollm3": {"architecture": "smollm3", "mlp_bias": True},
     "qwen3-one-kv-head": {"architecture": "qwen3", "num_key_value_heads": 1, "tie_word_embeddings": False},
     "gemma2": {"architecture": "gemma2", "attention_bias": True},
-    "gemma3-one-kv-head": {"architecture": "gemma3", "num_key_value_heads": 1},
+    "gemma3-one-kv-head": {"architecture": "gemma3_text", "num_key_value_heads": 1},
     "olmo2": {"architecture": "olmo2", "attention_bias": True},
     "olmo3-one-kv-head": {"architecture": "olmo3", "num_key_value_heads": 1},
     "qwen2-moe": {"architecture": "qwen2_moe"},
