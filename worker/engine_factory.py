@@ -13,8 +13,8 @@ from functools import cache, partial
 
 from common.config import Config
 from common.limits import STEP_TIMEOUT_S
-from common.text.tokenizer import Tokenizer
 from worker.config.model_config import ModelConfig
+from worker.config.model_tokenizer import model_tokenizer
 from worker.engine.core import DPEngineCoreProc, EngineCore
 from worker.engine.tier_lookups import Tiers, root_name
 from worker.grammars import grammars_to_check
@@ -113,7 +113,7 @@ def _on_ranks(options: EngineOptions, progress: StartProgress, clock: Callable[[
     config, known = load_ranks(group, options.config, options.model_config, progress)
     grammars = None
     if known["grammar_engine"]:
-        grammars = grammars_to_check(Tokenizer.from_folder(config.model), config.eos_token_ids)
+        grammars = grammars_to_check(model_tokenizer(config.model), config.eos_token_ids)
     if topology.dp_size > 1:
         # An engine in lockstep needs the other engines for every step, so it learns step times while it serves.
         return BuiltEngine(DPEngineCoreProc(config, group, clock, grammars), lambda: known)

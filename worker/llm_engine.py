@@ -37,6 +37,7 @@ from common.text.tokenizer import Tokenizer, TokenizerError, bad_words_token_ids
 from common.wire.logprob_rows import TokenLogprobs, added, unpack
 from worker.config.engine_config import with_special_tokens
 from worker.config.model_config import ModelConfig, ModelError
+from worker.config.model_tokenizer import has_tokenizer, model_tokenizer
 from worker.config.vector_config import checkpoint_pooling
 from worker.engine.batch import Runner
 from worker.engine.core import EngineCore, EngineDeadError
@@ -395,8 +396,7 @@ class LLMEngine:
         else:
             config = size_given_pool(config, model_config)
             self.core = EngineCore(config, runner, clock, grammars=getattr(runner, "grammars", None))
-        has_tokenizer = (Path(config.model) / "tokenizer.json").is_file()
-        tokenizer = Tokenizer.from_folder(config.model) if has_tokenizer else None
+        tokenizer = model_tokenizer(config.model) if has_tokenizer(config.model) else None
         self.config = config = self.core.config
         self.io = InputOutputProcessor(
             tokenizer,

@@ -37,10 +37,11 @@ from common.telemetry.metrics import setup_metrics
 from common.telemetry.output import exit_now
 from common.telemetry.tracing import setup_tracing
 from common.text.chat_template import ChatTemplate
-from common.text.tokenizer import Tokenizer, TokenizerError, files_sha256, read_json, tokenizer_files
+from common.text.tokenizer import Tokenizer, TokenizerError, files_sha256, read_json
 from common.version import fissile_version
 from worker.config.engine_config import with_special_tokens
 from worker.config.model_config import ModelConfig, ModelError
+from worker.config.model_tokenizer import model_tokenizer_files
 from worker.config.vector_config import checkpoint_pooling, relevance_tokens
 from worker.doors.door_adapter import DoorAdapter
 from worker.doors.served_doors import SERVED_DOORS
@@ -126,7 +127,7 @@ class Worker:
         self._options = options
         self._model_config = ModelConfig.from_folder(options.config.model)
         self._config = with_special_tokens(options.config, self._model_config)
-        files = tokenizer_files(options.config.model)
+        files = model_tokenizer_files(options.config.model)
         tokenizer = _checked_tokenizer(files)
         self._loaded = self._first_facts = _first_facts(options, self._config, self._model_config, files)
         self._tracing = setup_tracing("fissile-worker", self._loaded.instance_id, options.trace_slow)

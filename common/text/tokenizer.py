@@ -19,6 +19,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from itertools import chain
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
 import tokenizers
@@ -60,8 +61,12 @@ class TokenizerError(Exception):
     """The tokenizer files cannot be used; the message is one line that says what is wrong."""
 
 
-def tokenizer_files(folder: str | Path) -> dict[str, bytes]:
+def tokenizer_files(folder: str | Path, converted: Mapping[str, bytes] = MappingProxyType({})) -> dict[str, bytes]:
     """Reads the existing tokenizer files of a checkpoint folder, by name; of config.json only `CLASS_KEYS`.
+
+    Args:
+        folder: of the checkpoint.
+        converted: contents that replace those of the folder.
 
     Raises:
         TokenizerError: there is no `tokenizer.json`, or a file cannot be read.
@@ -70,12 +75,13 @@ def tokenizer_files(folder: str | Path) -> dict[str, bytes]:
     paths = {
         name: Path(folder) / name for name in (*TOKENIZER_FILES, *(f"{TEMPLATE_FOLDER}/{each.name}" for each in named))
     }
-    if not paths["tokenizer.json"].exists():
+    if not converted and not paths["tokenizer.json"].exists():
         raise TokenizerError(f"{folder} has no tokenizer.json; a fast tokenizer is needed")
     try:
         files = {name: read_file(path, MAX_TOKENIZER_BYTES) for name, path in paths.items() if path.exists()}
     except UnreadableFileError as error:
         raise TokenizerError(str(error)) from None
+    files |= converted
     config = read_json(files, "config.json")
     if "config.json" in files:
         # Keeps the digest of the files the same when another entry of config.json changes.

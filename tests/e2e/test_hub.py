@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import signal
@@ -20,6 +21,7 @@ from tests.fake_dns import wait_until
 from tests.fake_hub import FakeHub, FakeRepo, fake_hub
 
 ROOT = Path(__file__).resolve().parents[2]
+RECORDED = ROOT / "tests" / "unit" / "worker" / "config" / "recorded_tokenizers.json"
 
 
 @pytest.fixture(scope="module")
@@ -75,6 +77,22 @@ def test_serve_downloads_once_for_its_workers(hub: FakeHub, tmp_path: Path) -> N
     assert "tokenizer.json" in hub.downloaded()
     assert "model.safetensors" not in hub.downloaded()
     assert sum(line.endswith("tokenizer.json") and line.startswith("GET") for line in hub.requested) == 1
+
+
+@pytest.mark.slow
+def test_model_with_sentence_pieces_alone_is_served(hub: FakeHub, folder: Path, tmp_path: Path) -> None:
+    files = {path.name: path.read_bytes() for path in folder.iterdir() if "token" not in path.name}
+    recorded = json.loads(RECORDED.read_text("utf-8"))
+    files["tokenizer.model"] = base64.b64decode(recorded["files"]["bpe"])
+    hub.repos["org/pieces"] = FakeRepo({"main": files})
+    done = fissile(
+        hub, tmp_path, "serve", "org/pieces", "--once", "--port", str(free_port()), "--prompt", "hello world"
+    )
+    assert done.returncode == 0, done.stderr
+    ids = recorded["ids"]["bpe"][recorded["texts"].index("hello")]
+    answer = fissile(hub, tmp_path, "generate", "--offline", "org/pieces", "--max-tokens", "3", "--json", "hello")
+    # One more: the token that begins a text.
+    assert json.loads(answer.stdout)["num_tokens_input"] == len(ids) + 1
 
 
 @pytest.mark.parametrize("command", slow_but({"serve"}, ["worker", "serve"]))

@@ -15,8 +15,9 @@ from common.cli.core.options import argument, options
 from common.cli.core.output import aligned
 from common.hub import HubError, HubModel
 from common.telemetry.logs import setup_logging
-from common.text.tokenizer import TokenizerError, tokenizer_files
+from common.text.tokenizer import TokenizerError
 from worker.config.model_config import ModelConfig, ModelError
+from worker.config.model_tokenizer import model_tokenizer_files
 from worker.model_download import download, ending_at_signals, model_folder
 
 if TYPE_CHECKING:
@@ -149,7 +150,7 @@ def _verdict(folder: Path) -> tuple[str, str]:
     except ModelError as error:
         return _named_architecture(folder), str(error).replace(f"{folder}/", "").replace(str(folder), "it")
     try:
-        tokenizer_files(folder)
+        model_tokenizer_files(folder)
     except TokenizerError as error:
         return architecture, str(error).replace(str(folder), "it")
     if not any(folder.glob("*.safetensors")):

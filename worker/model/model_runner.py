@@ -17,12 +17,12 @@ import numpy.typing as npt
 import torch
 
 from common.config import Config
-from common.text.tokenizer import Tokenizer
 from kernels.interface import AttentionMetaData, KernelBackend, KVCache, KVSpec
 from kernels.select import CPU_BACKENDS, select_backend
 from kernels.upload import to_device
 from worker.config.architectures import support_model_arch_dict
 from worker.config.model_config import ModelConfig, ModelError
+from worker.config.model_tokenizer import has_tokenizer, model_tokenizer
 from worker.engine.batch import ScheduledBatch, ScheduledBatchOutput
 from worker.engine.sequence import Sequence
 from worker.grammars import Grammars, model_grammars
@@ -493,13 +493,13 @@ def _target_rows(batch: ScheduledBatch, ends: Ints) -> Ints:
 
 def _grammars(config: Config, model_config: ModelConfig) -> Grammars | None:
     """Grammars over the model's tokens; None where sequences cannot have any."""
-    if not config.can_constrain or not (Path(config.model) / "tokenizer.json").is_file():
+    if not config.can_constrain or not has_tokenizer(config.model):
         return None
-    return model_grammars(Tokenizer.from_folder(config.model), model_config.vocab_size, config.eos_token_ids)
+    return model_grammars(model_tokenizer(config.model), model_config.vocab_size, config.eos_token_ids)
 
 
 def _sampled_ids(folder: str, model_config: ModelConfig) -> int:
     """Ids below this may be sampled: embedding matrices are often padded beyond the tokenizer's vocabulary."""
-    if not (Path(folder) / "tokenizer.json").is_file():
+    if not has_tokenizer(folder):
         return model_config.vocab_size
-    return min(Tokenizer.from_folder(folder).vocab_size, model_config.vocab_size)
+    return min(model_tokenizer(folder).vocab_size, model_config.vocab_size)

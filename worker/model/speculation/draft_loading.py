@@ -10,9 +10,9 @@ from typing import Any
 from common.config import Config, QuantizationConfig
 from common.hub import HubError
 from common.params.config_parts import DRAFT_MODEL, EAGLE3, MTP, NGRAM
-from common.text.tokenizer import Tokenizer
 from worker.config.architectures import draft_head_arch_dict
 from worker.config.model_config import ModelConfig, ModelError
+from worker.config.model_tokenizer import has_tokenizer, model_tokenizer
 from worker.model.architectures import model_class
 from worker.model.model_loader import ModelLoader
 from worker.model.models.eagle3 import Eagle3Config, aux_layers
@@ -135,9 +135,9 @@ def _refuse_lockstep(config: Config, method: str) -> None:
 
 def _token_strings(folder: Path) -> list[str] | None:
     """Token strings by id; None without a tokenizer."""
-    if not (folder / "tokenizer.json").is_file():
+    if not has_tokenizer(folder):
         return None
-    tokenizer = Tokenizer.from_folder(folder)
+    tokenizer = model_tokenizer(folder)
     return tokenizer.token_strings(range(tokenizer.vocab_size))
 
 

@@ -12,8 +12,9 @@ import pytest
 from common.config import Config
 from common.text.tokenizer import TokenizerError
 from tests.checkpoints import EOS_ID, IM_END_ID, SPECIAL_TOKENS, write_tokenizer
-from worker.config.engine_config import tokenizer_eos_id, with_special_tokens
+from worker.config.engine_config import with_special_tokens
 from worker.config.model_config import ModelConfig
+from worker.config.model_tokenizer import tokenizer_eos_id
 
 
 def test_every_end_of_sequence_id_counts(tmp_path: Path) -> None:

@@ -1,0 +1,73 @@
+"""The tokenizer of a model, from the files of its folder."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from common.text.tokenizer import (
+    Tokenizer,
+    named_special_tokens,
+    read_json,
+    tokenizer_fault,
+    tokenizer_files,
+)
+from worker.config.published_tokenizer import converted_tokenizer, published_file
+
+
+def has_tokenizer(model: str | Path) -> bool:
+    """True if a model has a tokenizer, also one that cannot be used."""
+    return (Path(model) / "tokenizer.json").is_file() or published_file(Path(model)) is not None
+
+
+def model_tokenizer_files(model: str | Path) -> dict[str, bytes]:
+    """Contents of the tokenizer's files, by name: see `common.text.tokenizer.tokenizer_files`.
+
+    Args:
+        model: a checkpoint folder.
+
+    Raises:
+        TokenizerError: there is no tokenizer, or a file cannot be read.
+    """
+    return tokenizer_files(model, converted_tokenizer(Path(model)))
+
+
+def model_tokenizer(model: str | Path) -> Tokenizer:
+    """Builds a model's tokenizer.
+
+    Raises:
+        TokenizerError: there is none, or it cannot be used.
+    """
+    return Tokenizer.from_files(model_tokenizer_files(model))
+
+
+def tokenizer_eos_id(model: str | Path) -> int | None:
+    """Id of the tokenizer's `eos_token`; None without a tokenizer, without that token, or if it has no id.
+
+    Raises:
+        TokenizerError: a file of the tokenizer cannot be used.
+    """
+    if not has_tokenizer(model):
+        return None
+    files = model_tokenizer_files(model)
+    try:
+        text = named_special_tokens(files).get("eos_token")
+        return None if text is None else _token_id(files, text)
+    # The JSON of the files may have any shape.
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        said = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise tokenizer_fault(files, f"the tokenizer's files are not of their usual form: {said}") from None
+
+
+def _token_id(files: Mapping[str, bytes], text: str) -> int | None:
+    decoder = read_json(files, "tokenizer_config.json").get("added_tokens_decoder") or {}
+    content = read_json(files, "tokenizer.json")
+    added = {token["content"]: int(token_id) for token_id, token in decoder.items()}
+    added |= {token["content"]: int(token["id"]) for token in content.get("added_tokens") or ()}
+    if text in added:
+        return added[text]
+    vocab: Any = content["model"].get("vocab") or {}
+    # A Unigram vocabulary is a list of tokens with their scores.
+    found = vocab.get(text) if isinstance(vocab, dict) else {token: id for id, (token, _) in enumerate(vocab)}.get(text)
+    return None if found is None else int(found)
