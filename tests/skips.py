@@ -14,6 +14,8 @@ TOOLS = (
     "buf",
     "pyright",
     "kubectl",
+    "helm",
+    "cel-python",
     "envoy",
     "hadolint",
     "yamllint",
@@ -37,6 +39,7 @@ ALLOWED = re.compile(
     r"|the package registry is not reachable"
     r"|this machine lets no network namespace be made"
     r"|a package registry is not reachable"
+    r"|the version before is not in this clone"
 )
 
 

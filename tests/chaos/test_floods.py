@@ -18,12 +18,12 @@ from typing import Final
 
 import grpc
 import pytest
-import yaml
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tests.chaos.conftest import Report
 from tests.chaos.scale import FULL, SCALE
 from tests.chaos.support import code_of, rss_mib
+from tests.deploy.manifests import container
 from tests.e2e.service import REPOSITORY, Process, Service, free_port, generate, running_service
 from tests.e2e.simulated import OPTIONS, request, wait_workers
 
@@ -61,9 +61,7 @@ def service(model: Path, ports: dict[str, int], tmp_path_factory: pytest.TempPat
 
 def memory_limit_mib(component: str) -> float:
     """The limit of memory that the manifest gives a component."""
-    text = (REPOSITORY / f"deploy/kubernetes/base/{component}.yaml").read_text()
-    pods = [each["spec"]["template"]["spec"] for each in yaml.safe_load_all(text) if "template" in each.get("spec", {})]
-    limit: str = pods[0]["containers"][0]["resources"]["limits"]["memory"]
+    limit: str = container("base", component)["resources"]["limits"]["memory"]
     return float(limit.removesuffix("Gi")) * 1024
 
 

@@ -1,4 +1,4 @@
-"""The Kubernetes manifests: valid for three versions, and in agreement with the programs that they start."""
+"""The objects of the Helm chart: valid for three versions, and in agreement with the programs that they start."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import re
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +27,15 @@ from common.rpc.server import LIVENESS, READINESS, GrpcServer
 from router.workers.addresses import DnsTarget, parse_targets
 from tests.certificates import Authority
 from tests.deploy.container_file import ContainerFile
+from tests.deploy.custom_resources import CUSTOM
 from tests.deploy.manifests import (
-    KUBERNETES,
+    CHART,
+    COMMAND_OF,
+    COMPONENTS_OF,
+    PLAIN,
     VARIANTS,
     Object,
+    all_objects,
     command_of,
     container,
     environment,
@@ -38,6 +43,7 @@ from tests.deploy.manifests import (
     pod,
     probes,
     rendered,
+    template,
     workload,
 )
 from tests.deploy.tools import DEPLOY, ROOT, TOOLS, run, tool
@@ -45,17 +51,33 @@ from tests.e2e.service import Process, free_port
 from tests.e2e.simulated import OPTIONS, simulated_model
 
 VERSIONS = ("1.30.0", "1.34.0", "1.37.0")
-COMPONENTS = ("router", "worker")
+MTLS = ("router", "worker")
 GIB = 1 << 30
-UNITS = {"Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30}
+UNITS = {"Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30, "Ti": 1 << 40}
 
-each = pytest.mark.parametrize(("variant", "component"), [(v, c) for v in VARIANTS for c in COMPONENTS])
+# Variables of a LeaderWorkerSet's Pods, of its leader.
+LWS = {"LWS_GROUP_SIZE": "2", "LWS_WORKER_INDEX": "0", "LWS_LEADER_ADDRESS": "fissile-worker-0.fissile-worker"}
+
+each = pytest.mark.parametrize(
+    ("variant", "component"), [(v, c) for v, components in COMPONENTS_OF.items() for c in components]
+)
+each_worker = pytest.mark.parametrize(
+    "variant", [v for v, components in COMPONENTS_OF.items() if "worker" in components]
+)
+each_router = pytest.mark.parametrize(
+    "variant", [v for v, components in COMPONENTS_OF.items() if "router" in components]
+)
 
 
 def file_of(variant: str, component: str) -> ContainerFile:
     """The container file that the image of a container comes from."""
     name, _, version = container(variant, component)["image"].partition(":")
-    assert version == re.findall(r'^version = "(.+)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)[0]
+    if name == "registry.example.com/llm/worker-cuda":
+        # There is none for NVIDIA's GPUs; it would be made like this one.
+        return ContainerFile.read(DEPLOY / "docker" / "worker-rocm.Dockerfile")
+    name = name.removeprefix("registry.example.com/llm/")
+    if variant != "nvidia":
+        assert version == re.findall(r'^version = "(.+)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)[0]
     return ContainerFile.read(DEPLOY / "docker" / f"{name.removeprefix('fissile-')}.Dockerfile")
 
 
@@ -63,17 +85,20 @@ def file_of(variant: str, component: str) -> ContainerFile:
 def in_force(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     """Reads a container's options as its program would: arguments, the file, the manifest's variables, the image's."""
 
-    def read(variant: str, component: str) -> dict[str, Any]:
-        (tmp_path / "router.yaml").write_text(router_configuration(variant))
+    def read(variant: str, component: str, group: Mapping[str, str] = LWS) -> dict[str, Any]:
+        if component == "router":
+            (tmp_path / "router.yaml").write_text(router_configuration(variant))
         name, *arguments = container(variant, component)["args"]
-        assert name == component
-        here = [argument.replace("/etc/fissile", str(tmp_path)) for argument in arguments]
+        assert name == COMMAND_OF.get(component, "worker")
+        here = [argument.replace("/etc/fissile/", f"{tmp_path}/") for argument in arguments]
+        for variable, value in group.items():
+            here = [argument.replace(f"$({variable})", value) for argument in here]
         variables = file_of(variant, component).environment | environment(variant, component)
         with monkeypatch.context() as patched:
             for variable, value in variables.items():
                 if variable.startswith("FISSILE_"):
                     patched.setenv(variable, value)
-            return command_of(component).make_context(component, here).params
+            return command_of("worker" if component == "rank" else component).make_context(component, here).params
 
     return read
 
@@ -91,7 +116,7 @@ def matches(selector: dict[str, str], variant: str, component: str) -> bool:
 
 
 def selected(selector: dict[str, str], variant: str) -> list[str]:
-    return [component for component in COMPONENTS if matches(selector, variant, component)]
+    return [component for component in COMPONENTS_OF[variant] if matches(selector, variant, component)]
 
 
 def test_yamllint_finds_nothing() -> None:
@@ -116,17 +141,30 @@ print(json.dumps({name: list(errors(manifests)) for name, manifests in json.load
 
 def workers_with(right: str, wrong: str) -> str:
     """The StatefulSet of the workers with a mistake in it."""
-    (manifest,) = [text for text in rendered("base").split("\n---\n") if "kind: StatefulSet" in text]
+    (manifest,) = [text for text in rendered("base").split("\n---\n") if "\nkind: StatefulSet" in text]
     assert right in manifest
     return manifest.replace(right, wrong)
 
 
+def native(variant: str) -> list[Object]:
+    """The objects of a value set whose kinds are Kubernetes' own, and the Pods of LeaderWorkerSets."""
+    own = [found for found in all_objects(variant) if found["kind"] not in CUSTOM]
+    roles = ("worker", "rank") if objects(variant, "LeaderWorkerSet") else ()
+    pods = [{"apiVersion": "v1", "kind": "Pod", **pod(variant, role)} for role in roles]
+    for number, each_pod in enumerate(pods):
+        each_pod["metadata"] = {"name": f"p{number}", **each_pod["metadata"]}
+    return own + pods
+
+
 @pytest.fixture(scope="module")
 def validated() -> dict[str, list[tuple[str, str]]]:
-    """What the schemas of the three versions say against each variant, the autoscaler, and each mistake."""
+    """What the schemas of the three versions say against each value set, and each mistake.
+
+    Custom resources are left out. Pods of a LeaderWorkerSet are checked as Pods.
+    """
     tool("kubernetes-validate")
-    variants = {variant: rendered(variant) for variant in VARIANTS if variant == "base" or shutil.which("kubectl")}
-    variants["autoscaler"] = (DEPLOY / "observability" / "kubernetes" / "autoscaler.yaml").read_text()
+    helm = (TOOLS / "helm").exists()
+    variants = {variant: yaml.safe_dump_all(native(variant)) for variant in VARIANTS if variant == "base" or helm}
     mistakes = {right: workers_with(right, wrong) for right, wrong in MISTAKES.items()}
     result = run([TOOLS / "python", "-c", VALIDATE, *VERSIONS], stdin=json.dumps(variants | mistakes))
     assert result.returncode == 0, result.stderr
@@ -140,10 +178,6 @@ def test_valid_for_three_versions(variant: str, validated: dict[str, list[tuple[
     assert validated[variant] == []
 
 
-def test_autoscaler_is_valid(validated: dict[str, list[tuple[str, str]]]) -> None:
-    assert validated["autoscaler"] == []
-
-
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_wrong_manifest_is_found(mistake: str, validated: dict[str, list[tuple[str, str]]]) -> None:
     assert {version for version, _ in validated[mistake]} == set(VERSIONS)
@@ -155,12 +189,14 @@ def test_selectors_match_pods(variant: str) -> None:
         assert selected(service["spec"]["selector"], variant) == [component_of(service)]
     for budget in objects(variant, "PodDisruptionBudget"):
         assert selected(budget["spec"]["selector"]["matchLabels"], variant) == [component_of(budget)]
-    for component in COMPONENTS:
+    for component in COMPONENTS_OF[variant]:
         spec = workload(variant, component)["spec"]
-        assert selected(spec["selector"]["matchLabels"], variant) == [component]
-        (spread,) = spec["template"]["spec"]["topologySpreadConstraints"]
+        if "selector" in spec:
+            assert selected(spec["selector"]["matchLabels"], variant) == [component]
+        (spread,) = pod(variant, component)["spec"]["topologySpreadConstraints"]
         assert selected(spread["labelSelector"]["matchLabels"], variant) == [component]
-    assert workload(variant, "worker")["spec"]["serviceName"] == "fissile-worker"
+        if workload(variant, component)["kind"] == "StatefulSet":
+            assert spec["serviceName"] == "fissile-worker"
 
 
 def component_of(found: Object) -> str:
@@ -170,11 +206,14 @@ def component_of(found: Object) -> str:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_ports_are_named_and_say_grpc(variant: str) -> None:
+def test_ports_are_named_and_have_a_protocol(variant: str) -> None:
     for service in objects(variant, "Service"):
         ports = {port["name"]: port["containerPort"] for port in container(variant, component_of(service))["ports"]}
         for port in service["spec"]["ports"]:
-            assert port["appProtocol"] == "grpc"
+            name = service["metadata"]["name"]
+            # A Gateway reads the standard's word, Istio reads `grpc`.
+            grpc = "kubernetes.io/h2c" if variant == "gateway" and name == "fissile-router" else "grpc"
+            assert port["appProtocol"] == ({"facade": "https"}.get(variant, "http") if port["name"] == "http" else grpc)
             assert ports[port["targetPort"]] == port["port"]
 
 
@@ -183,9 +222,28 @@ def test_container_options_are_accepted_by_program(variant: str, component: str,
     options = in_force(variant, component)
     assert options["host"] == "0.0.0.0"
     ports = {port["name"]: port["containerPort"] for port in container(variant, component)["ports"]}
-    assert ports == {"grpc": options["port"], "metrics": options["metrics_port"]}
+    if component == "facade":
+        assert ports == {"http": options["port"]}
+        return
+    scaler = {} if options.get("scaler_port") is None else {"scaler": options["scaler_port"]}
+    assert ports == {"grpc": options["port"], "metrics": options["metrics_port"], **scaler}
     annotations = pod(variant, component)["metadata"]["annotations"]
     assert annotations == {"prometheus.io/scrape": "true", "prometheus.io/port": str(options["metrics_port"])}
+
+
+def test_pods_of_ranks_run_ranks_of_the_leader(in_force: Any) -> None:
+    """The program refuses what a rank does not take, so that the same list of options does not serve for both."""
+    leader = in_force("groups", "worker")
+    rank = in_force("groups", "rank", {**LWS, "LWS_WORKER_INDEX": "1"})
+    assert (leader["node_rank"], rank["node_rank"]) == (0, 1)
+    for name in ("model", "tp_size", "nnodes", "dist_init", "dist_secret", "threads"):
+        assert leader[name] == rank[name], name
+    assert (leader["nnodes"], leader["dist_init"]) == (2, "tcp://fissile-worker-0.fissile-worker:4100")
+    assert {probe["grpc"]["port"] for probe in probes("groups", "rank")} == {rank["health_port"]}
+    labels = pod("groups", "rank")["metadata"]["labels"]
+    # Routers must not find them, and a rolling budget must not count them.
+    assert selected(objects("groups", "Service")[-1]["spec"]["selector"], "groups") == ["worker"]
+    assert labels["app.kubernetes.io/component"] == "rank"
 
 
 @each
@@ -195,16 +253,17 @@ def test_manifest_variables_exist_in_program(variant: str, component: str) -> No
     assert ours <= known
 
 
-def test_config_show_accepts_config_map(tmp_path: Path) -> None:
-    (tmp_path / "router.yaml").write_text(router_configuration("base"))
+@each_router
+def test_config_show_accepts_config_map(variant: str, tmp_path: Path) -> None:
+    (tmp_path / "router.yaml").write_text(router_configuration(variant))
     show = ["-m", "common.cli.main", "config", "show", "--json", "router", "--config"]
     result = run([sys.executable, *show, str(tmp_path / "router.yaml")])
     assert result.returncode == 0, result.stderr
     from_file = {n for n, option in json.loads(result.stdout).items() if option["source"] == "--config file"}
-    assert from_file == yaml.safe_load(router_configuration("base"))["router"].keys()
+    assert from_file == yaml.safe_load(router_configuration(variant))["router"].keys()
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", [v for v, components in COMPONENTS_OF.items() if {*MTLS} <= {*components}])
 def test_routers_resolve_workers_by_headless_service(variant: str, in_force: Any) -> None:
     (target,) = parse_targets(in_force(variant, "router")["workers"])
     assert isinstance(target, DnsTarget)
@@ -213,6 +272,26 @@ def test_routers_resolve_workers_by_headless_service(variant: str, in_force: Any
     assert service["spec"]["publishNotReadyAddresses"] is True
     assert component_of(service) == "worker"
     assert [port["port"] for port in service["spec"]["ports"]] == [target.port]
+
+
+def test_routers_find_workers_of_other_releases(in_force: Any) -> None:
+    """Their names are those of the releases `small` and `large`."""
+    targets = parse_targets(in_force("routers", "router")["workers"])
+    result = template("-f", CHART / "ci" / "workers.yaml", release="small")
+    assert result.returncode == 0, result.stderr
+    (service,) = [o for o in yaml.safe_load_all(result.stdout) if o["kind"] == "Service"]
+    assert service["metadata"]["name"] in {target.name for target in targets if isinstance(target, DnsTarget)}
+
+
+def test_facades_find_routers_by_headless_service(in_force: Any) -> None:
+    for variant, components in COMPONENTS_OF.items():
+        if "facade" in components:
+            options = in_force(variant, "facade")
+            assert options["addresses"] == ("fissile-routers:50051",)
+            assert options["router_metrics"] == ("fissile-routers:9464",)
+            ports = {port["containerPort"] for port in container(variant, "router")["ports"]}
+            assert {50051, 9464} <= ports
+            assert (options["router_ca"] is not None) == (variant == "facade")
 
 
 def test_envoy_resolves_routers_by_headless_service() -> None:
@@ -229,7 +308,13 @@ def test_envoy_resolves_routers_by_headless_service() -> None:
 
 
 async def test_probes_name_existing_health_services() -> None:
-    asked = {probe["grpc"]["service"] for v in VARIANTS for c in COMPONENTS for probe in probes(v, c)}
+    asked = {
+        probe["grpc"]["service"]
+        for v, components in COMPONENTS_OF.items()
+        for c in components
+        if c != "facade"
+        for probe in probes(v, c)
+    }
     assert asked == {LIVENESS, READINESS}
     server = GrpcServer("127.0.0.1", 0, [])
     await server.start()
@@ -246,8 +331,12 @@ async def test_probes_name_existing_health_services() -> None:
 def test_probes_use_health_port(variant: str, component: str, in_force: Any) -> None:
     options = in_force(variant, component)
     startup, readiness, liveness = probes(variant, component)
+    if component == "facade":
+        assert readiness["httpGet"]["scheme"] == ("HTTPS" if options["tls_cert"] else "HTTP")
+        assert {startup["tcpSocket"]["port"], liveness["tcpSocket"]["port"]} == {"http"}
+        return
     # Those of Kubernetes speak no TLS.
-    port = options["health_port"] if variant == "mtls" else options["port"]
+    port = options["health_port"] if options["tls_cert"] else options["port"]
     assert port
     assert {probe["grpc"]["port"] for probe in (startup, readiness, liveness)} == {port}
     assert readiness["grpc"]["service"] == READINESS
@@ -262,11 +351,16 @@ def test_probes_use_health_port(variant: str, component: str, in_force: Any) -> 
 def test_grace_period_is_longer_than_drain(variant: str, component: str, in_force: Any) -> None:
     sleep = container(variant, component).get("lifecycle", {}).get("preStop", {}).get("sleep", {}).get("seconds", 0)
     options = in_force(variant, component)
-    drain = DRAIN_PROPAGATION_S + options["drain_timeout_s" if component == "router" else "drain_timeout"]
+    drain = DRAIN_PROPAGATION_S + options["drain_timeout" if component == "worker" else "drain_timeout_s"]
     ending = 2 * SESSION_FLUSH_S + TELEMETRY_SHUTDOWN_S + ENGINE_JOIN_S
     assert pod(variant, component)["spec"]["terminationGracePeriodSeconds"] >= sleep + drain + ending + 2
     # Endpoints forget a router before it refuses calls; workers tell their routers themselves.
-    assert (sleep > 0) == (component == "router")
+    assert (sleep > 0) == (component != "worker")
+
+
+def test_drain_timeout_of_values_reaches_programs(in_force: Any) -> None:
+    assert in_force("routers", "router")["drain_timeout_s"] == 300
+    assert in_force("workers", "worker")["drain_timeout"] == 0
 
 
 @each
@@ -290,6 +384,8 @@ def test_image_writes_only_to_volumes(variant: str, component: str) -> None:
     written = {file.environment[name] for name in ("HF_HOME",) if name in file.environment}
     assert written <= mounted
     volumes = {volume["name"] for volume in pod(variant, component)["spec"]["volumes"]}
+    claims = workload(variant, component)["spec"].get("volumeClaimTemplates", ())
+    volumes |= {claim["metadata"]["name"] for claim in claims}
     assert {mount["name"] for mount in container(variant, component)["volumeMounts"]} == volumes
 
 
@@ -299,7 +395,8 @@ def test_pod_has_own_service_account_and_priority_class(variant: str, component:
     accounts = {o["metadata"]["name"]: o for o in objects(variant, "ServiceAccount")}
     assert accounts[spec["serviceAccountName"]]["automountServiceAccountToken"] is False
     assert spec["serviceAccountName"] == f"fissile-{component}"
-    assert spec["priorityClassName"] in {o["metadata"]["name"] for o in objects(variant, "PriorityClass")}
+    made = {o["metadata"]["name"] for o in objects(variant, "PriorityClass")}
+    assert made == (set() if variant == "workers" else {spec["priorityClassName"]})
 
 
 @each
@@ -312,7 +409,7 @@ def test_pod_empty_dirs_have_size_limit(variant: str, component: str) -> None:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_unready_pod_does_not_block_node_drain(variant: str) -> None:
     budgets = objects(variant, "PodDisruptionBudget")
-    assert len(budgets) == len(COMPONENTS)
+    assert len(budgets) == len(COMPONENTS_OF[variant])
     assert {o["spec"]["unhealthyPodEvictionPolicy"] for o in budgets} == {"AlwaysAllow"}
 
 
@@ -322,12 +419,12 @@ def test_services_set_no_options(variant: str, component: str) -> None:
     assert pod(variant, component)["spec"]["enableServiceLinks"] is False
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@each_worker
 def test_worker_options_fit_container_limits(variant: str, in_force: Any) -> None:
     """Without options a worker takes a quarter of the machine's free memory and all cores, not the Pod's share."""
     options = in_force(variant, "worker")
     resources = container(variant, "worker")["resources"]
-    number, unit = re.fullmatch(r"(\d+)(Ki|Mi|Gi)", resources["limits"]["memory"]).groups()  # type: ignore[union-attr]
+    number, unit = re.fullmatch(r"(\d+)(Ki|Mi|Gi|Ti)", resources["limits"]["memory"]).groups()  # type: ignore[union-attr]
     assert options["kv_cache_memory"] + GIB <= int(number) * UNITS[unit]
     assert options["threads"] == int(resources["requests"]["cpu"])
 
@@ -335,34 +432,69 @@ def test_worker_options_fit_container_limits(variant: str, in_force: Any) -> Non
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_only_permitted_callers_connect(variant: str, in_force: Any) -> None:
     policies = {component_of(policy): policy["spec"] for policy in objects(variant, "NetworkPolicy")}
-    assert policies.keys() == set(COMPONENTS)
-    for component, policy in policies.items():
+    ranks = {"rank"} if variant == "groups" else set()
+    assert policies.keys() == {*COMPONENTS_OF[variant]} | ranks
+    for component in COMPONENTS_OF[variant]:
+        policy = policies[component]
         assert selected(policy["podSelector"]["matchLabels"], variant) == [component]
         assert policy["policyTypes"] == ["Ingress"]
-        assert [[port["port"] for port in rule["ports"]] for rule in policy["ingress"]] == [["grpc"], ["metrics"]]
-        assert policy["ingress"][1]["from"] == [{"namespaceSelector": {}}]
-    (source,) = policies["worker"]["ingress"][0]["from"]
-    assert source.keys() == {"podSelector"}
-    assert selected(source["podSelector"]["matchLabels"], variant) == ["router"]
-    options = in_force(variant, "router")
-    assert options["admin_host"] == "127.0.0.1"
-    assert options["admin_port"] not in {port["containerPort"] for port in container(variant, "router")["ports"]}
+        ports = [port["port"] for rule in policy["ingress"] for port in rule.get("ports", ())]
+        assert ports == [port["name"] for port in container(variant, component)["ports"]]
+        for rule in policy["ingress"]:
+            if [port["port"] for port in rule.get("ports", ())] == ["metrics"]:
+                assert rule["from"] == [{"namespaceSelector": {}}]
+            if [port["port"] for port in rule.get("ports", ())] == ["scaler"]:
+                (source,) = rule["from"]
+                assert source["namespaceSelector"]["matchLabels"] == {"kubernetes.io/metadata.name": "keda"}
+    if "worker" in policies:
+        (source,) = policies["worker"]["ingress"][0]["from"]
+        assert source.keys() == {"podSelector"}
+        labels = source["podSelector"]["matchLabels"]
+        if "router" in policies:
+            assert selected(labels, variant) == ["router"]
+        else:
+            assert labels["app.kubernetes.io/component"] == "router"
+    if "router" in policies:
+        options = in_force(variant, "router")
+        assert options["admin_host"] == "127.0.0.1"
+        assert options["admin_port"] not in {port["containerPort"] for port in container(variant, "router")["ports"]}
 
 
-def test_rocm_workers_ask_for_a_gpu() -> None:
-    resources = container("rocm", "worker")["resources"]
-    assert resources["limits"]["amd.com/gpu"] == resources["requests"]["amd.com/gpu"] == "1"
-    assert container("rocm", "worker")["image"].startswith("fissile-worker-rocm:")
+def test_only_pods_of_a_group_reach_its_ranks() -> None:
+    policies = {component_of(policy): policy["spec"] for policy in objects("groups", "NetworkPolicy")}
+    (rule,) = policies["rank"]["ingress"]
+    sources = [source["podSelector"]["matchLabels"]["app.kubernetes.io/component"] for source in rule["from"]]
+    assert sources == ["worker", "rank"]
+    (source,) = policies["worker"]["ingress"][-1]["from"]
+    assert source["podSelector"]["matchLabels"].items() <= pod("groups", "rank")["metadata"]["labels"].items()
 
 
-@pytest.mark.parametrize("component", COMPONENTS)
-def test_certificates_are_mounted_from_secret(component: str, in_force: Any) -> None:
-    secrets = {v["name"] for v in pod("mtls", component)["spec"]["volumes"] if "secret" in v}
-    folders = {m["mountPath"] for m in container("mtls", component)["volumeMounts"] if m["name"] in secrets}
-    files = {name: Path(v) for name, v in environment("mtls", component).items() if re.search("_(CERT|KEY|CA)$", name)}
-    assert {str(path.parent) for path in files.values()} == folders
-    assert {path.name for path in files.values()} == {"tls.crt", "tls.key", "ca.crt"}
-    options = in_force("mtls", component)
+@pytest.mark.parametrize(("variant", "resource", "count"), [
+    ("rocm", "amd.com/gpu", "1"), ("nvidia", "nvidia.com/gpu", "2"), ("groups", "amd.com/gpu", "8"),
+])  # fmt: skip
+def test_workers_ask_for_their_gpus(variant: str, resource: str, count: str) -> None:
+    for role in ("worker", "rank") if variant == "groups" else ("worker",):
+        resources = container(variant, role)["resources"]
+        assert resources["limits"][resource] == resources["requests"][resource] == count
+        keys = [toleration["key"] for toleration in pod(variant, role)["spec"]["tolerations"]]
+        assert keys[0] == resource
+        groups = pod(variant, role)["spec"]["securityContext"].get("supplementalGroups", [])
+        assert groups == ([44, 109] if resource == "amd.com/gpu" else [])
+
+
+@pytest.mark.parametrize(
+    ("variant", "component"), [(v, c) for v, components in COMPONENTS_OF.items() for c in components if c in MTLS]
+)
+def test_certificates_are_mounted_from_secret(variant: str, component: str, in_force: Any) -> None:
+    options = in_force(variant, component)
+    files = {value for value in options.values() if isinstance(value, Path) and value.suffix in (".crt", ".key")}
+    volumes = {v["name"] for v in pod(variant, component)["spec"]["volumes"] if v["name"] == "tls"}
+    if not volumes:
+        assert files == set()
+        return
+    (folder,) = (m["mountPath"] for m in container(variant, component)["volumeMounts"] if m["name"] == "tls")
+    assert {str(path.parent) for path in files} == {folder}
+    assert {path.name for path in files} == {"tls.crt", "tls.key", "ca.crt"}
     assert options["tls_client_ca" if component == "worker" else "worker_ca"].name == "ca.crt"
 
 
@@ -382,29 +514,46 @@ def started(component: str, folder: Path, environment_: dict[str, str], *argumen
 
 
 def test_mtls_variant_connects_routers_and_workers(tmp_path: Path) -> None:
-    """The certificates have the names in the kustomization, and the processes have the variables of the manifests."""
+    """The certificates have the names of cert-manager's objects, and the processes have the options of the chart."""
     authority = Authority(tmp_path)
-    variables = {}
-    for component in COMPONENTS:
+    names = {component_of(o): o["spec"]["dnsNames"] for o in objects("mtls", "Certificate")}
+    for component in MTLS:
         folder = tmp_path / component
         folder.mkdir()
-        pair = authority.issue(component, f"fissile-{component}")
+        pair = authority.issue(component, *names[component])
         for source, name in ((pair.cert, "tls.crt"), (pair.key, "tls.key"), (authority.cert, "ca.crt")):
             shutil.copy(source, folder / name)
-        said = environment("mtls", component).items()
-        variables[component] = {name: value.replace("/etc/fissile-tls", str(folder)) for name, value in said}
+    own = {"worker", "metrics-port", "admin-port", "health-port"}
+    options = yaml.safe_load(router_configuration("mtls"))["router"]
+    kept = {name: value for name, value in options.items() if name not in own}
+    text = yaml.safe_dump({"router": kept}).replace("/etc/fissile-tls", str(tmp_path / "router"))
+    (tmp_path / "router.yaml").write_text(text)
+    said = {name: value for name, value in environment("mtls", "worker").items() if "TLS" in name or "IDENTITY" in name}
+    said = {name: value.replace("/etc/fissile-tls", str(tmp_path / "worker")) for name, value in said.items()}
     model = ["--model", str(simulated_model(tmp_path / "model")), *OPTIONS]
     with (
-        started("worker", tmp_path, variables["worker"], *model) as worker,
-        started("router", tmp_path, variables["router"], "--worker", worker.address) as router,
+        started("worker", tmp_path, said, *model) as worker,
+        started(
+            "router", tmp_path, {}, "--config", str(tmp_path / "router.yaml"), "--worker", worker.address
+        ) as router,
     ):
         worker.wait_serving(READINESS)
         router.wait_serving(READINESS)
 
 
-def test_every_file_belongs_to_a_kustomization() -> None:
-    for folder in VARIANTS:
-        listed = yaml.safe_load((KUBERNETES / folder / "kustomization.yaml").read_text())
-        named = {*listed["resources"], *(patch["path"] for patch in listed.get("patches", ()))} - {"../base"}
-        found = {path.name for path in (KUBERNETES / folder).glob("*.yaml")} - {"kustomization.yaml"}
-        assert named == found
+def test_plain_manifests_are_the_chart_with_its_defaults() -> None:
+    """After a change: helm template fissile deploy/helm/fissile > deploy/kubernetes/base/fissile.yaml"""
+    result = template()
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == PLAIN.read_text("utf-8")
+
+
+def test_kustomization_has_all_plain_manifests() -> None:
+    result = run([tool("kubectl"), "kustomize", PLAIN.parent])
+    assert result.returncode == 0, result.stderr
+
+    def key(found: Object) -> tuple[str, str]:
+        return found["kind"], found["metadata"]["name"]
+
+    made = sorted(yaml.safe_load_all(result.stdout), key=key)
+    assert made == sorted(all_objects("base"), key=key)

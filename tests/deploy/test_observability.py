@@ -15,13 +15,10 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.deploy.manifests import container, pod, workload
 from tests.deploy.tools import ROOT, run
 from tests.promql import DASHBOARDS, OBSERVABILITY, panels, rules
 
-KUBERNETES = OBSERVABILITY / "kubernetes"
 ALERTS = [rule for rule in rules() if "alert" in rule]
-RECORDED = {rule["record"] for rule in rules() if "record" in rule}
 
 
 def read(name: str) -> Any:
@@ -100,22 +97,3 @@ def test_collector_pipelines_use_what_is_defined() -> None:
     assert set(collector["service"]["extensions"]) == collector["extensions"].keys()
     used = {part for each in collector["service"]["pipelines"].values() for parts in each.values() for part in parts}
     assert used == {*collector["receivers"], *collector["processors"], *collector["exporters"]}
-
-
-def test_kubernetes_objects_fit_the_manifests_and_the_rules() -> None:
-    found = {path.stem: yaml.safe_load(path.read_text("utf-8")) for path in KUBERNETES.glob("*.yaml")}
-    worker = workload("base", "worker")
-    for name in ("scaled-object", "autoscaler"):
-        target = found[name]["spec"]["scaleTargetRef"]
-        assert (target["kind"], target["name"]) == (worker["kind"], worker["metadata"]["name"])
-    (trigger,) = found["scaled-object"]["spec"]["triggers"]
-    assert trigger["metadata"]["query"].partition("{")[0] in RECORDED
-    (metric,) = found["autoscaler"]["spec"]["metrics"]
-    assert metric["external"]["metric"]["name"] in {name.replace(":", "_") for name in RECORDED}
-    monitor = found["pod-monitor"]["spec"]
-    for component in ("router", "worker"):
-        labels = pod("base", component)["metadata"]["labels"]
-        assert monitor["selector"]["matchLabels"].items() <= labels.items()
-        assert labels["app.kubernetes.io/component"] == component
-        ports = {port["name"] for port in container("base", component)["ports"]}
-        assert {each["port"] for each in monitor["podMetricsEndpoints"]} <= ports

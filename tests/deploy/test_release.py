@@ -65,7 +65,8 @@ def test_release_tag_other_than_version_is_refused(capsys: pytest.CaptureFixture
     assert release_version.main(["v9.9.9"]) == 1
     refused = capsys.readouterr().err
     assert "protos/pyproject.toml" in refused
-    assert "deploy/kubernetes/base/router.yaml" in refused
+    assert "deploy/kubernetes/base/fissile.yaml" in refused
+    assert refused.count("deploy/helm/fissile/Chart.yaml") == 2
 
 
 def test_tags_in_pages_exist() -> None:

@@ -23,7 +23,8 @@ _CODE_BLOCK = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 FOREIGN = {
     "pip": {"--extra-index-url", "--index-url", "--constraint"},
     "docker": {"--build-arg", "--name", "--network", "--time", "--format", "--ulimit"},
-    "kubectl": {"--replicas"},
+    "kubectl": {"--replicas", "--from-literal"},
+    "helm": {"--create-namespace", "--namespace", "--set"},
     "buf curl": {"--protocol", "--http2-prior-knowledge", "--list-methods"},
     "http.server": {"--bind", "--directory"},
     "pre-commit": {"--hook-stage"},

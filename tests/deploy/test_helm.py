@@ -1,0 +1,201 @@
+"""The Helm chart: its value sets and custom resources, and what it says of wrong values."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import yaml
+
+from common.params.options.types import seconds
+from router.api.scaling import ScalingTrigger
+from router.workers.addresses import DnsTarget, parse_targets
+from tests.deploy.custom_resources import CUSTOM, broken_rules, problems
+from tests.deploy.manifests import (
+    CHART,
+    COMPONENTS_OF,
+    VARIANTS,
+    Object,
+    all_objects,
+    container,
+    objects,
+    pod,
+    template,
+    workload,
+)
+from tests.deploy.tools import ROOT, run, tool
+from tests.promql import rules
+
+RECORDED = {rule["record"] for rule in rules() if "record" in rule}
+
+
+def custom(variant: str) -> list[Object]:
+    return [found for found in all_objects(variant) if found["kind"] in CUSTOM]
+
+
+def test_lint_finds_nothing() -> None:
+    for variant in VARIANTS:
+        result = run([tool("helm"), "lint", "--strict", CHART, "-f", CHART / "ci" / f"{variant}.yaml"])
+        assert result.returncode == 0, result.stdout
+
+
+def test_at_least_ten_value_sets_render() -> None:
+    rendered = [variant for variant in VARIANTS if all_objects(variant)]
+    assert len(rendered) >= 10
+    made = {found["kind"] for variant in rendered for found in custom(variant)}
+    assert made == CUSTOM
+
+
+def test_chart_has_the_version_of_the_project() -> None:
+    chart = yaml.safe_load((CHART / "Chart.yaml").read_text("utf-8"))
+    assert f'version = "{chart["version"]}"' in (ROOT / "pyproject.toml").read_text("utf-8")
+    assert chart["version"] == chart["appVersion"]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_custom_resources_have_known_fields_alone(variant: str) -> None:
+    assert [problem for found in custom(variant) for problem in problems(found)] == []
+
+
+def test_custom_resources_keep_their_rules() -> None:
+    assert broken_rules(found for variant in VARIANTS for found in custom(variant)) == []
+
+
+def of_kind(variant: str, kind: str) -> Object:
+    return copy.deepcopy(objects(variant, kind)[0])
+
+
+MISTAKES: dict[str, tuple[str, str, Callable[[Object], object]]] = {
+    "unknown field": ("keda", "ScaledObject", lambda spec: spec.update(minReplicas=1)),
+    "missing field": ("mtls", "Certificate", lambda spec: spec.pop("issuerRef")),
+    "wrong type": ("groups", "LeaderWorkerSet", lambda spec: spec.update(replicas="two")),
+    "wrong word": ("gateway", "InferencePool", lambda spec: spec.update(appProtocol="grpc")),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_wrong_custom_resource_is_found(mistake: str) -> None:
+    variant, kind, spoil = MISTAKES[mistake]
+    found = of_kind(variant, kind)
+    spoil(found["spec"])
+    assert len(problems(found)) == 1
+
+
+def test_broken_rule_is_found() -> None:
+    pool, scaled = of_kind("gateway", "InferencePool"), of_kind("keda", "ScaledObject")
+    del pool["spec"]["endpointPickerRef"]["port"]
+    scaled["spec"]["maxReplicaCount"] = -1
+    assert len(broken_rules([pool, scaled])) == 2
+
+
+# Wrong values, and what the message has.
+WRONG = {
+    "router.replicas=two": "'/router/replicas': got string, want integer",
+    "router.replica=2": "additional properties 'replica' not allowed",
+    "worker.kind=deployment": "'statefulSet', 'leaderWorkerSet'",
+    "worker.gpu.vendor=intel": "'none', 'amd', 'nvidia'",
+    "router.drainTimeoutSeconds=-1": "minimum: got -1, want 0",
+    "worker.options.modle=x": 'worker.options: "modle" is no option of `fissile worker`',
+    "facade.enabled=true,facade.options.queue-size=1": 'facade.options: "queue-size" is no option of `fissile http`',
+    "router.options.port=1": 'router.options: the chart sets "port" itself',
+    "worker.gpu.vendor=amd": "use fissile-worker-rocm",
+    "worker.gpu.vendor=nvidia": "name yours in worker.image.repository",
+    "worker.cache.kind=hostPath": "worker.cache.name: the folder on the node",
+    "worker.kind=leaderWorkerSet,worker.cache.kind=volumeClaim": "worker.cache.kind: volumeClaim is for",
+    "autoscaling.kind=hpa,autoscaling.minReplicas=0": "autoscaling.minReplicas is 0: that needs kind keda",
+    "autoscaling.kind=keda,router.enabled=false": "autoscaling needs worker.enabled, and for keda router.enabled",
+    "autoscaling.kind=keda,worker.options.model-name=null": "autoscaling needs the name of the model",
+    "tls.enabled=true,tls.certManager.enabled=true": "tls.certManager.issuer.name",
+    "gateway.enabled=true": "gateway.parentRefs: name the Gateway",
+    "inferencePool.enabled=true": "inferencePool needs facade.enabled",
+    "autoscaling.keda.slack=half": "does not match pattern",
+}
+
+
+@pytest.mark.parametrize("values", WRONG)
+def test_wrong_value_is_refused_by_name(values: str) -> None:
+    result = template("--set", values)
+    assert result.returncode != 0
+    assert WRONG[values] in result.stderr
+
+
+def test_names_of_another_release_do_not_collide() -> None:
+    result = template(release="blue")
+    assert result.returncode == 0, result.stderr
+    names = {found["metadata"]["name"] for found in yaml.safe_load_all(result.stdout)}
+    assert names - {"fissile"} == {"blue-fissile-router", "blue-fissile-routers", "blue-fissile-worker"}
+
+
+def test_pod_monitor_selects_all_components() -> None:
+    for variant in ("mtls", "facade", "hpa"):
+        (monitor,) = objects(variant, "PodMonitor")
+        for component in COMPONENTS_OF[variant]:
+            labels = pod(variant, component)["metadata"]["labels"]
+            assert monitor["spec"]["selector"]["matchLabels"].items() <= labels.items()
+        ports = {port["name"] for port in container(variant, "worker")["ports"]}
+        assert {each["port"] for each in monitor["spec"]["podMetricsEndpoints"]} <= ports
+
+
+def test_autoscalers_scale_the_workers() -> None:
+    for variant, kind in (("keda", "ScaledObject"), ("hpa", "HorizontalPodAutoscaler")):
+        (found,) = objects(variant, kind)
+        worker, target = workload(variant, "worker"), found["spec"]["scaleTargetRef"]
+        assert (target["apiVersion"], target["kind"]) == (worker["apiVersion"], worker["kind"])
+        assert target["name"] == worker["metadata"]["name"]
+        # Else each upgrade of the release would set the number of workers back.
+        assert "replicas" not in worker["spec"]
+    (metric,) = objects("hpa", "HorizontalPodAutoscaler")[0]["spec"]["metrics"]
+    assert metric["external"]["metric"]["name"] in {name.replace(":", "_") for name in RECORDED}
+
+
+def test_scaled_object_is_what_the_routers_serve() -> None:
+    (scaled,) = objects("keda", "ScaledObject")
+    (options,) = (yaml.safe_load(o["data"]["router.yaml"])["router"] for o in objects("keda", "ConfigMap"))
+    services = {o["metadata"]["name"]: o["spec"] for o in objects("keda", "Service")}
+    metrics = []
+    for trigger in scaled["spec"]["triggers"]:
+        made = ScalingTrigger.from_metadata(trigger["metadata"])
+        assert options["expect-model"] == [made.model]
+        (target,) = parse_targets([trigger["metadata"]["scalerAddress"]])
+        assert isinstance(target, DnsTarget)
+        service = services[target.name.removesuffix(".llm.svc")]
+        # KEDA itself balances over all routers.
+        assert service["clusterIP"] == "None"
+        ports = {port["name"]: port["port"] for port in service["ports"]}
+        assert ports["scaler"] == target.port == options["scaler-port"]
+        metrics += [(name, trigger["type"], trigger["metricType"], m.target) for name, m in made.metrics.items()]
+    assert metrics == [("requests", "external-push", "AverageValue", 48.0), ("ttft-use", "external", "Value", 0.6)]
+    assert seconds(options["worker-wait"]) == 600
+
+
+def test_pool_selects_facades_by_the_port_that_serves_metrics() -> None:
+    (pool,) = objects("gateway", "InferencePool")
+    labels = pod("gateway", "facade")["metadata"]["labels"]
+    assert pool["spec"]["selector"]["matchLabels"].items() <= labels.items()
+    assert labels["llm-d.ai/engine-type"] == "vllm"
+    ports = {port["containerPort"] for port in container("gateway", "facade")["ports"]}
+    assert {port["number"] for port in pool["spec"]["targetPorts"]} == ports
+    (route,) = objects("gateway", "HTTPRoute")
+    (backend,) = route["spec"]["rules"][0]["backendRefs"]
+    assert (backend["kind"], backend["name"]) == ("InferencePool", pool["metadata"]["name"])
+    (grpc,) = objects("gateway", "GRPCRoute")
+    served = {each["method"]["service"] for each in grpc["spec"]["rules"][0]["matches"]}
+    assert served == {"fissile.v1.InferenceService", "inference.GRPCInferenceService"}
+
+
+def test_values_file_documents_every_value_of_the_schema() -> None:
+    schema = json.loads((CHART / "values.schema.json").read_text("utf-8"))
+    values = yaml.safe_load((CHART / "values.yaml").read_text("utf-8"))
+
+    def named(node: Any, value: Any, path: str) -> list[str]:
+        if "properties" not in node or not isinstance(value, dict):
+            return []
+        missing = [
+            f"{path}{name}" for name in node["properties"] if name not in value and name not in ("global", "enabled")
+        ]
+        return missing + [m for n, v in value.items() for m in named(node["properties"].get(n, {}), v, f"{path}{n}.")]
+
+    assert named(schema, values, "") == []
