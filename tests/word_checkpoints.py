@@ -6,7 +6,7 @@ Each scheme gives the tensors that its method stores for a layer, and the weight
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tests.quantizers import PROJECTIONS, Floats, Stored, bf16, write_safetensors
+from tests.quantizers import PROJECTIONS, Floats, Stored, bf16, fp4_table, fp8_table, nearest, write_safetensors
 
 Codes = npt.NDArray[np.int64]
 # Column of a word's first, second, ... four bits (AutoAWQ's `order_map`).
@@ -186,10 +186,8 @@ def write_config(folder: Path, quantization: Mapping[str, Any]) -> None:
     (folder / "config.json").write_text(json.dumps({**config, "quantization_config": dict(quantization)}))
 
 
-def pack_checkpoint(
-    folder: Path, scheme: WordScheme, wanted: Callable[[str], bool] = lambda _: True
-) -> dict[str, Floats]:
-    """Packs the `wanted` projections of a float32 checkpoint in place; every weight's worth by name.
+def pack_checkpoint(folder: Path, scheme: WordScheme, also: str = "") -> dict[str, Floats]:
+    """Packs the projections of a float32 checkpoint in place, and the weight `also`; every weight's worth by name.
 
     Projections of one input have one order of columns, as quantizers give them.
     """
@@ -199,7 +197,7 @@ def pack_checkpoint(
     tensors: dict[str, Stored] = {}
     worths: dict[str, Floats] = {}
     for name, weight in load_file(file).items():
-        if PROJECTIONS.fullmatch(name) and wanted(name):
+        if PROJECTIONS.fullmatch(name) or name == also:
             stored, worths[name] = scheme.quantize(name.removesuffix(".weight"), weight)
             tensors |= stored
         else:
@@ -207,3 +205,24 @@ def pack_checkpoint(
     write_safetensors(file, tensors)
     write_config(folder, scheme.config)
     return worths
+
+
+def nvfp4(name: str, weight: Floats, *, is_modelopt: bool) -> tuple[dict[str, Stored], Floats]:
+    """What ModelOpt or compressed-tensors store for a weight [N, K] in NVFP4, and its worth."""
+    table, eighths = fp4_table(), fp8_table()
+    largest = np.float32(np.abs(weight).max() / (6.0 * 448.0))
+    # compressed-tensors stores the reciprocal.
+    factor = largest if is_modelopt else np.float32(1.0) / largest
+    blocks = np.abs(weight).reshape(len(weight), -1, 16).max(axis=2)
+    codes = nearest((blocks / (6.0 * largest)).astype(np.float32), eighths)
+    scales = eighths[codes] * factor if is_modelopt else eighths[codes] / factor
+    spread = np.maximum(np.repeat(scales, 16, axis=1), np.float32(1e-12))
+    numbers = nearest((weight / spread).astype(np.float32), table)
+    halves = np.asarray(numbers[:, 0::2] | numbers[:, 1::2] << 4, np.uint8)
+    endings = ("", "_scale_2") if is_modelopt else ("_packed", "_global_scale")
+    tensors: dict[str, Stored] = {
+        name + endings[0]: ("U8", halves),
+        f"{name}_scale": ("F8_E4M3", codes),
+        name + endings[1]: ("F32", np.array(factor if is_modelopt else [factor], np.float32)),
+    }
+    return tensors, table[numbers] * np.repeat(scales, 16, axis=1)

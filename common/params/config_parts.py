@@ -18,7 +18,7 @@ QUANTIZE: Final = (QUANTIZE_NO, "int8", "fp8", "w8a8_int8", "w8a8_fp8")
 DTYPES: Final = ("float32", "bfloat16", "float16")
 KV_CACHE_DTYPES: Final = ("bfloat16", "float16", "fp8")
 # The granularity of the scales of quantized weights.
-QUANT_TYPES: Final = ("no", "per_tensor", "per_token", "per_1x32", "per_1x64", "per_1x128", "per_128x128")
+QUANT_TYPES: Final = ("no", "per_tensor", "per_token", "per_1x16", "per_1x32", "per_1x64", "per_1x128", "per_128x128")
 # The last two are codes with zero points, in words of 32 bits.
 QUANT_DTYPES: Final = ("float32", "bfloat16", "float16", "fp8", "int8", "fp4x2", "int4x2", "int8x4")
 # Begins names of layers that are regular expressions.
@@ -35,7 +35,7 @@ _CODE_TYPES: Final = ("per_token", "per_1x32", "per_1x64", "per_1x128")
 WEIGHT_FORMATS: Final = {
     "fp8": ("per_tensor", "per_token", "per_1x128", "per_128x128"),
     "int8": ("per_tensor", "per_token", "per_1x128", "per_128x128"),
-    "fp4x2": ("per_1x32",),
+    "fp4x2": ("per_1x16", "per_1x32"),
     "int4x2": _CODE_TYPES,
     "int8x4": _CODE_TYPES,
 }

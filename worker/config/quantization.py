@@ -15,6 +15,7 @@ from common.params.config_parts import REGEX, WEIGHT_FORMATS, LayerQuantConfig, 
 Spec = Mapping[str, Any]
 
 _CT_WORDS: Final = "pack-quantized"
+_CT_NVFP4: Final = "nvfp4-pack-quantized"
 _CT_FORMATS: Final = (
     "float-quantized",
     "int-quantized",
@@ -22,7 +23,9 @@ _CT_FORMATS: Final = (
     "mxfp4-pack-quantized",
     "mixed-precision",
     _CT_WORDS,
+    _CT_NVFP4,
 )
+_NVFP4_GROUP: Final = 16
 _BLOCKS: Final = {(128, 128): "per_128x128", (1, 128): "per_1x128"}
 _GROUPS: Final = {32: "per_1x32", 128: "per_1x128"}
 # Settings of codes in words: bits -> dtype, columns of a group -> granularity, and GPTQ's two kinds of zero points.
@@ -176,7 +179,7 @@ def _compressed_tensors(spec: Spec) -> QuantizationConfig:
         if (group_form := group.get("format") or form) not in _CT_FORMATS:
             supported = ", ".join(_CT_FORMATS)
             raise ValueError(f"compressed-tensors format {group_form!r} is not supported; supported: {supported}")
-        layer = _words_layer(group["weights"]) if group_form == _CT_WORDS else _compressed_tensors_layer(group)
+        layer = _CT_LAYERS.get(group_form, _compressed_tensors_layer)(group)
         for target in _names(group, "targets"):
             if target == "Linear":
                 everywhere = layer
@@ -190,8 +193,9 @@ def _has_settings(value: Any, key: str) -> bool:
     return bool(value.get(key)) if isinstance(value, Mapping) else bool(value)
 
 
-def _words_layer(weights: Spec) -> LayerQuantConfig:
+def _words_layer(group: Spec) -> LayerQuantConfig:
     """Reads integer weights that compressed-tensors packs into words of 32 bits."""
+    weights = group["weights"]
     kind, bits, strategy = str(weights.get("type", "int")), weights["num_bits"], weights.get("strategy")
     if kind != "int":
         raise ValueError(f"compressed-tensors {_CT_WORDS} weights of type {kind!r} are not supported; supported: int")
@@ -208,6 +212,32 @@ def _words_layer(weights: Spec) -> LayerQuantConfig:
     is_symmetric = weights.get("symmetric") is None or _flag(weights, "symmetric")
     has_order = _CT_ORDERS[order] and strategy == "group"
     return LayerQuantConfig(_group(size), _codes(bits), True, "compressed-tensors", is_symmetric, has_order)
+
+
+def _nvfp4_layer(group: Spec) -> LayerQuantConfig:
+    weights = group["weights"]
+    if (weights["num_bits"], weights.get("type"), weights.get("group_size")) != (4, "float", _NVFP4_GROUP):
+        found = f"{weights['num_bits']} bits ({weights.get('type')}) in groups of {weights.get('group_size')}"
+        raise ValueError(f"NVFP4 weights of {found} are not supported; supported: 4 bits (float) in groups of 16")
+    return LayerQuantConfig("per_1x16", "fp4x2", True, "compressed-tensors")
+
+
+_CT_LAYERS: Final[dict[str, Callable[[Spec], LayerQuantConfig]]] = {_CT_WORDS: _words_layer, _CT_NVFP4: _nvfp4_layer}
+
+
+def _modelopt(spec: Spec) -> QuantizationConfig:
+    """Reads FP8 and NVFP4 of NVIDIA's ModelOpt."""
+    algorithm = spec["quant_algo"]
+    layers = {
+        "FP8": LayerQuantConfig("per_tensor", "fp8", False, "modelopt"),
+        "NVFP4": LayerQuantConfig("per_1x16", "fp4x2", True, "modelopt"),
+    }
+    if algorithm not in layers:
+        raise ValueError(f"modelopt quant_algo {algorithm!r} is not supported; supported: {', '.join(layers)}")
+    for group in (spec.get("config_groups") or {}).values():
+        if algorithm == "NVFP4":
+            _nvfp4_layer(group)
+    return QuantizationConfig(layers[algorithm], (), _names(spec, "ignore") or _names(spec, "exclude_modules"))
 
 
 def _compressed_tensors_layer(group: Spec) -> LayerQuantConfig:
@@ -278,6 +308,7 @@ _METHODS: Final[dict[str, Callable[[Spec], QuantizationConfig]]] = {
     "compressed-tensors": _compressed_tensors,
     "gptq": _gptq,
     "awq": _awq,
+    "modelopt": _modelopt,
     "quark": _quark,
     "mxfp4": _mxfp4,
     "w8a8_int8": _w8a8_int8,

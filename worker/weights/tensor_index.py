@@ -9,6 +9,7 @@ from typing import Final
 
 from common.params.config_parts import LayerQuantConfig, QuantizationConfig
 from worker.config.model_config import ModelError
+from worker.weights.nvfp4_tensor import MODELOPT_NVFP4, Nvfp4Tensor, nvfp4_names, nvfp4_shapes
 from worker.weights.packed_words import (
     CODE_BITS,
     COMPRESSED,
@@ -47,7 +48,13 @@ KV_SCALE_SUFFIXES: Final = (
     ".v_proj.output_scale",
 )
 # Suffixes of scales of activations and of the KV cache. Neither is quantized by these scales here.
-ACTIVATION_SUFFIXES: Final = (".activation_scale", ".input_scale", ".output_scale", *KV_SCALE_SUFFIXES)
+ACTIVATION_SUFFIXES: Final = (
+    ".activation_scale",
+    ".input_global_scale",
+    ".input_scale",
+    ".output_scale",
+    *KV_SCALE_SUFFIXES,
+)
 # Tensors that published checkpoints do not have in codes.
 _FLOATS_BESIDE_CODES: Final = ("embed_tokens.weight", "lm_head.weight")
 # How many tensor names an error spells out.
@@ -135,9 +142,12 @@ class CheckpointIndex:
         return has_codes and self._entries[name].dtype in FLOATS and not files.tensor(self._entries[name]).any()
 
     def _find(self, name: str, shape: Shape) -> StoredTensor | None:
-        words = word_layout(name, self._entries, self._quantization.of_layer(name.removesuffix(".weight")))
+        config = self._quantization.of_layer(name.removesuffix(".weight"))
+        words = word_layout(name, self._entries, config)
         if words is not None:
             return self._in_words(name, shape, words)
+        if config.quant_type == "per_1x16" and self._has_bytes(name) and len(shape) == 2:
+            return self._in_nvfp4(name, shape)
         layout = next((each for each in _LAYOUTS if name + each.values in self._entries), None)
         if layout is None:
             self._missing.append(name)
@@ -176,21 +186,12 @@ class CheckpointIndex:
         if config.quant_dtype not in CODE_BITS or len(shape) != 2:
             self._mistyped.append(f"{layer}{layout.codes} is {codes.dtype}, expected {_or(FLOATS)}")
             return None
-        found: dict[str, Entry] = {}
-        wanted = word_shapes(layout, config, shape)
-        for ending, (dtypes, expected) in wanted.items():
-            if layer + ending not in self._entries:
-                self._missing.append(layer + ending)
-                continue
-            found[ending] = entry = self._use(layer + ending)
-            self._check_shape(layer + ending, entry, expected)
-            if entry.dtype not in dtypes:
-                self._mistyped.append(f"{layer}{ending} is {entry.dtype}, expected {_or(dtypes)}")
+        found = self._parts(layer, word_shapes(layout, config, shape))
+        if found is None:
+            return None
         if layout.shape and layer + layout.shape in self._entries:
             found[layout.shape] = entry = self._use(layer + layout.shape)
             self._check_shape(layer + layout.shape, entry, (2,))
-        if len(found.keys() & wanted.keys()) < len(wanted):
-            return None
         entries = WordEntries(
             codes,
             found[layout.scales],
@@ -208,6 +209,33 @@ class CheckpointIndex:
             bits=CODE_BITS[config.quant_dtype],
             is_symmetric=config.is_symmetric,
         )
+
+    def _has_bytes(self, name: str) -> bool:
+        """True if a weight is stored as bytes, under a name for NVFP4."""
+        entry = self._entries.get(name + nvfp4_names(name, self._entries).numbers)
+        return entry is not None and entry.dtype not in FLOATS
+
+    def _in_nvfp4(self, name: str, shape: Shape) -> Nvfp4Tensor | None:
+        names = nvfp4_names(name, self._entries)
+        found = self._parts(name, nvfp4_shapes(names, shape))
+        if found is None:
+            return None
+        numbers, scales, factor = (found[ending] for ending in (names.numbers, names.scales, names.factor))
+        return Nvfp4Tensor(shape=shape, numbers=numbers, scales=scales, factor=factor, divides=names.divides)
+
+    def _parts(self, start: str, wanted: Mapping[str, tuple[tuple[str, ...], Shape]]) -> dict[str, Entry] | None:
+        """Tensors whose names begin with `start`, by ending; None if one is missing. Others are named in errors."""
+        found: dict[str, Entry] = {}
+        for ending, (dtypes, expected) in wanted.items():
+            if start + ending not in self._entries:
+                self._missing.append(start + ending)
+                continue
+            found[ending] = entry = self._use(start + ending)
+            if expected or math.prod(entry.shape) != 1:
+                self._check_shape(start + ending, entry, expected)
+            if entry.dtype not in dtypes:
+                self._mistyped.append(f"{start}{ending} is {entry.dtype}, expected {_or(dtypes)}")
+        return found if len(found) == len(wanted) else None
 
     def _check_shape(self, name: str, entry: Entry, shape: Shape) -> None:
         if entry.shape != shape:
@@ -233,8 +261,8 @@ def stored_as(name: str, shape: Shape, quantization: QuantizationConfig) -> dict
     layout = _BLOCKS if packed and len(shape) > 2 else _PACKED if packed else _PLAIN
     if config.quant_type == "no" or len(shape) < 2:
         return {name: ("BF16", shape)}
-    if config.quant_dtype in CODE_BITS:
-        return _stored_in_words(name, shape, config)
+    if config.quant_dtype in CODE_BITS or config.quant_type == "per_1x16":
+        return _stored_in_groups(name, shape, config)
     matrix = matrix_shape(shape, layout.transposed)
     if packed and matrix[1] % 32:
         return {name: ("BF16", shape)}
@@ -245,10 +273,13 @@ def stored_as(name: str, shape: Shape, quantization: QuantizationConfig) -> dict
     }
 
 
-def _stored_in_words(name: str, shape: Shape, config: LayerQuantConfig) -> dict[str, tuple[str, Shape]]:
+def _stored_in_groups(name: str, shape: Shape, config: LayerQuantConfig) -> dict[str, tuple[str, Shape]]:
     """See `stored_as`. Weights with an order of columns are floats here: zeros are no order."""
     if len(shape) != 2 or name.endswith(_FLOATS_BESIDE_CODES) or config.has_order:
         return {name: ("BF16", shape)}
+    if config.quant_type == "per_1x16":
+        parts = nvfp4_shapes(MODELOPT_NVFP4, shape)
+        return {name + ending: (dtypes[0], each) for ending, (dtypes, each) in parts.items()}
     found = word_shapes(COMPRESSED, config, shape)
     return {name.removesuffix(".weight") + ending: (dtypes[0], each) for ending, (dtypes, each) in found.items()}
 

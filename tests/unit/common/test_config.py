@@ -93,7 +93,7 @@ def test_config_refuses_numbers_of_wrong_type() -> None:
         (
             "quant_config",
             QuantizationConfig(LayerQuantConfig("per_tensor", "int4x2")),
-            "quant_config is .*'int4x2'.*; valid: fp8 per_tensor, per_token, .*; int8 .*; fp4x2 per_1x32; int4x2 per_",
+            "quant_config is .*'int4x2'.*; valid: fp8 per_tensor, .*; int8 .*; fp4x2 per_1x16, .*; int4x2",
         ),
         (
             "quant_config",

@@ -40,6 +40,12 @@ def config_only(folder: Path, architecture: str, **shape: Any) -> Path:
     return folder
 
 
+def quantization_config(scheme: str) -> Any:
+    if scheme == "nvfp4":
+        return {"quant_method": "modelopt", "quant_algo": "NVFP4"}
+    return SCHEMES[scheme].config if scheme in SCHEMES else WORD_SCHEMES[scheme].config
+
+
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "common.cli.main", "worker", "warmup", *arguments],
@@ -118,12 +124,12 @@ def test_kinds_of_layers_and_quantization(tmp_path: Path) -> None:
     assert answer["token_ids"] == [0, 0]
 
 
-@pytest.mark.parametrize("scheme", [*SCHEMES, *(name for name in WORD_SCHEMES if "act-order" not in name)])
+@pytest.mark.parametrize("scheme", [*SCHEMES, *(name for name in WORD_SCHEMES if "act-order" not in name), "nvfp4"])
 def test_warmup_quantizes_quantized_model(tmp_path: Path, scheme: str) -> None:
     """All quantized weights of a checkpoint; the weights that the model needs as floats are dequantized."""
     folder = config_only(tmp_path, "qwen3_moe", moe_intermediate_size=64)
     config = json.loads((folder / "config.json").read_text("utf-8"))
-    config["quantization_config"] = (SCHEMES.get(scheme) or WORD_SCHEMES[scheme]).config
+    config["quantization_config"] = quantization_config(scheme)
     (folder / "config.json").write_text(json.dumps(config), "utf-8")
     blank = tmp_path / "blank"
     blank.mkdir()

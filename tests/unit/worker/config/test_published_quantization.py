@@ -91,6 +91,20 @@ def codes(method: str, kind: str = "per_1x128", dtype: str = "int4x2", **more: b
     return LayerQuantConfig(kind, dtype, True, method, **more)
 
 
+def modelopt(algorithm: str, **changes: Any) -> dict[str, Any]:
+    number = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16}
+    group = {"input_activations": number, "weights": number, "targets": ["Linear"]}
+    return {
+        "quant_method": "modelopt",
+        "quant_algo": algorithm,
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+        "producer": {"name": "modelopt", "version": "0.29.0"},
+        **changes,
+    }
+
+
+NVFP4: Final = LayerQuantConfig("per_1x16", "fp4x2", True, "modelopt")
 SYMMETRIC: Final = codes("gptq", is_symmetric=True)
 KIMI: Final = ["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*", r"re:.*mlp\.(gate|up|gate_up|down)_proj.*"]
 SERVED: dict[str, tuple[dict[str, Any], LayerQuantConfig]] = {
@@ -146,6 +160,15 @@ SERVED: dict[str, tuple[dict[str, Any], LayerQuantConfig]] = {
         compressed(actorder="group"),
         codes("compressed-tensors", is_symmetric=True, has_order=True),
     ),
+    "nvidia/Llama-3.1-8B-Instruct-NVFP4": (modelopt("NVFP4", kv_cache_scheme={"num_bits": 8, "type": "float"}), NVFP4),
+    "nvidia/Llama-3.1-8B-Instruct-FP8": (
+        modelopt("FP8", config_groups=None, kv_cache_scheme=None),
+        LayerQuantConfig("per_tensor", "fp8", False, "modelopt"),
+    ),
+    "RedHatAI/Qwen3-8B-NVFP4": (
+        compressed("nvfp4-pack-quantized", type="float", strategy="tensor_group", group_size=16),
+        LayerQuantConfig("per_1x16", "fp4x2", True, "compressed-tensors"),
+    ),
     "moonshotai/Kimi-K2-Thinking": (
         compressed(group_size=32, ignore=KIMI),
         codes("compressed-tensors", "per_1x32", is_symmetric=True),
@@ -159,6 +182,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "TheBloke/guanaco-33B-GPTQ at gptq-4bit-1024g": (gptq(4, 1024, False, BLOKE), "group_size 1024 is not supported"),
     "casperhansen/vicuna-7b-v1.5-awq-gemv": (awq("gemv"), "awq version 'gemv' is not supported"),
+    "nvidia/Llama-3.1-8B-Instruct-W4A8": (modelopt("W4A8_AWQ"), "modelopt quant_algo 'W4A8_AWQ' is not supported"),
+    "an NVFP4 of other groups": (
+        compressed("nvfp4-pack-quantized", type="float", strategy="tensor_group", group_size=32),
+        r"NVFP4 weights of 4 bits \(float\) in groups of 32 are not supported",
+    ),
     "OPEA/Qwen2.5-7B-Instruct-int4-sym-inc": (
         {"quant_method": "intel/auto-round", "bits": 4, "group_size": 128, "sym": True},
         "quant_method 'intel/auto-round' is not supported",

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.numpy import load_file, save_file
 from structlog.testing import capture_logs
 
 from common.config import Config
@@ -25,7 +26,7 @@ from tests.covering import slow_but
 from tests.quantizers import Floats, Stored, bf16, write_safetensors
 from tests.unit.worker.model.test_sharded_models import on_ranks
 from tests.unit.worker.weights.test_quantized_weights import logits, write_config
-from tests.word_checkpoints import WORD_SCHEMES, WordScheme, pack_checkpoint
+from tests.word_checkpoints import WORD_SCHEMES, WordScheme, nvfp4, pack_checkpoint
 from tests.word_checkpoints import write_config as write_quantization
 from worker.config.model_config import ModelConfig, ModelError
 from worker.llm_engine import LLMEngine
@@ -40,6 +41,7 @@ SHAPE: dict[str, Any] = {
     "head_dim": 64,
     "tie_word_embeddings": False,
 }
+ATTENTION = "model.layers.0.self_attn"
 LAYER = "model.layers.0.mlp.down_proj"
 NAME = f"{LAYER}.weight"
 ROOT = Path(__file__).resolve().parents[4]
@@ -258,16 +260,15 @@ def test_layers_with_other_settings(tmp_path: Path) -> None:
     assert config.of_layer("model.layers.2.mlp.up_proj").quant_type == "no"
 
 
-def made(folder: Path, scheme: str, architecture: str = "qwen3", **shape: Any) -> dict[str, Floats]:
-    """A packed checkpoint, and beside it one of floats with the same worth."""
+def made(folder: Path, scheme: str, architecture: str = "qwen3", *, also: str = "", **shape: Any) -> None:
+    """A packed checkpoint, and beside it one of floats with the same worth; `also` is packed too."""
     make_checkpoint(folder / "packed", architecture, **SHAPE | shape)
-    worths = pack_checkpoint(folder / "packed", WORD_SCHEMES[scheme])
+    worths = pack_checkpoint(folder / "packed", WORD_SCHEMES[scheme], also)
     shutil.copytree(folder / "packed", folder / "worth")
     write_safetensors(folder / "worth" / "model.safetensors", {name: ("F32", w) for name, w in worths.items()})
     config = json.loads((folder / "worth" / "config.json").read_text())
     del config["quantization_config"]
     (folder / "worth" / "config.json").write_text(json.dumps(config))
-    return worths
 
 
 def log_probs(folder: Path, **given: Any) -> torch.Tensor:
@@ -352,3 +353,74 @@ def test_worker_refuses_contradictions_with_exit_code_2(tmp_path: Path, change: 
     assert last.startswith("error: ")
     assert problem in last
     assert "Traceback" not in done.stderr
+
+
+NVFP4 = {
+    "modelopt": {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]},
+    "compressed-tensors": {
+        "quant_method": "compressed-tensors",
+        "format": "nvfp4-pack-quantized",
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16},
+                "input_activations": {"num_bits": 4, "type": "float", "strategy": "tensor_group", "dynamic": "local"},
+            }
+        },
+        "ignore": ["lm_head"],
+    },
+}
+
+
+@pytest.mark.parametrize("method", list(NVFP4))
+def test_nvfp4_numbers_and_parts_bit_for_bit(tmp_path: Path, method: str) -> None:
+    is_modelopt = method == "modelopt"
+    stored, worth = nvfp4(NAME, drawn(48, 96), is_modelopt=is_modelopt)
+    stored[f"{LAYER}.input_scale" if is_modelopt else f"{LAYER}.input_global_scale"] = ("F32", np.ones(1, np.float32))
+    write_safetensors(tmp_path / "model.safetensors", stored)
+    weights = weights_of(write_config(tmp_path, NVFP4[method]), (48, 96))
+    assert np.array_equal(weights.take(NAME).numpy(), worth)
+    for rows, columns in product((slice(None), slice(5, 41)), (slice(None), slice(32, 80))):
+        taken = weights.take_quantized(MatrixPart(NAME, rows, columns))
+        assert isinstance(taken, GroupedWeight)
+        assert np.array_equal(as_floats(taken).numpy(), worth[rows, columns])
+
+
+@pytest.mark.parametrize(
+    ("ending", "change", "problem"),
+    [
+        ("_scale_2", None, f"missing {NAME}_scale_2"),
+        ("_scale", ("F8_E4M3", np.ones((48, 3), np.uint8)), f"{NAME}_scale is [48, 3], expected [48, 6]"),
+        ("_scale", ("F32", np.ones((48, 6), np.float32)), f"{NAME}_scale is F32, expected F8_E4M3"),
+        ("_scale_2", ("F32", np.ones(48, np.float32)), f"{NAME}_scale_2 is [48], expected []"),
+        ("", ("U8", np.ones((48, 96), np.uint8)), f"{NAME} is [48, 96], expected [48, 48]"),
+    ],
+)
+def test_nvfp4_tensors_that_do_not_fit_are_named(
+    tmp_path: Path, ending: str, change: Stored | None, problem: str
+) -> None:
+    stored, _ = nvfp4(NAME, drawn(48, 96), is_modelopt=True)
+    changed = {name: tensor for name, tensor in ({**stored, NAME + ending: change}).items() if tensor is not None}
+    write_safetensors(tmp_path / "model.safetensors", changed)
+    with pytest.raises(ModelError) as error:
+        weights_of(write_config(tmp_path, NVFP4["modelopt"]), (48, 96))
+    assert problem in str(error.value)
+
+
+def test_parts_in_different_orders_are_dequantized_and_named(tmp_path: Path) -> None:
+    """Projections of one input may have been quantized one by one."""
+    made(tmp_path, "gptq-act-order")
+    file = tmp_path / "packed" / "model.safetensors"
+    stored, worth = WORD_SCHEMES["gptq-act-order"].quantize(f"{ATTENTION}.k_proj", drawn(128, 256), seed=1)
+    save_file(load_file(file) | {name: array for name, (_, array) in stored.items()}, file)
+    file = tmp_path / "worth" / "model.safetensors"
+    save_file(load_file(file) | {f"{ATTENTION}.k_proj.weight": worth}, file)
+    expected, found = log_probs(tmp_path / "worth"), log_probs(tmp_path / "packed")
+    assert float((found - expected).abs().max()) < 1e-5
+
+
+def test_head_in_codes_is_served(tmp_path: Path) -> None:
+    """`lm_head` of GPTQ."""
+    made(tmp_path, "gptq", also="lm_head.weight")
+    expected, found = log_probs(tmp_path / "worth"), log_probs(tmp_path / "packed")
+    assert float((found - expected).abs().max()) < 1e-5
