@@ -236,8 +236,9 @@ class EngineCore:
         )
 
     def has_unfinished(self) -> bool:
-        """True if sequences are live, outputs are not taken, or steps are in flight."""
-        return self.scheduler.has_unfinished() or bool(self.scheduler.in_flight)
+        """True if sequences are live, outputs are not taken, steps are in flight, or blocks are to go down to tiers."""
+        has_blocks = self.tiers is not None and self.tiers.has_blocks_down
+        return self.scheduler.has_unfinished() or bool(self.scheduler.in_flight) or has_blocks
 
     def step(self) -> StepResult:
         """Schedules, computes and postprocesses one batch. Without work it only returns the outputs of ended sequences.
@@ -280,7 +281,17 @@ class EngineCore:
         self._compiling = [seq for seq in self._compiling if seq.waits_for_grammar and not seq.is_finished]
 
     def _nothing_scheduled(self) -> None:
-        """Called in a step without a batch."""
+        """Has the runner read blocks for KV tiers, if any are left, in a step without a batch."""
+        if self.tiers is None or not self.tiers.has_blocks_down or self.scheduler.in_flight:
+            return
+        batch = ScheduledBatch({}, [], 0)
+        self.tiers.move_with(batch)
+        try:
+            output = self.executor.submit(batch).result().output
+        except Exception as error:
+            self._dead = True
+            raise EngineDeadError(f"{type(error).__name__}: {error}") from error
+        self.tiers.store.store(output.blocks_down or ())
 
     def _forward(self, batch: ScheduledBatch) -> ScheduledBatchOutput:
         return self.runner.forward(batch)

@@ -163,6 +163,11 @@ class TierLookups:
         if not self.store.has(key.name):
             self._down[seq.block_table[place]] = key
 
+    @property
+    def has_blocks_down(self) -> bool:
+        """True if published blocks have yet to be read."""
+        return bool(self._down)
+
     def move_with(self, batch: ScheduledBatch) -> None:
         """Has a step read the published blocks before it writes anything, and write blocks before it computes."""
         batch.blocks_down, self._down = self._down, {}

@@ -8,6 +8,7 @@ import torch
 
 from kernels import float8
 from kernels.interface import KernelBackend, KVCache
+from worker.engine.batch import ScheduledBatch
 
 # Waits for names, names of the blocks before, and bytes.
 BlocksDown = Callable[[], list[tuple[bytes, bytes, bytes]]]
@@ -22,6 +23,12 @@ class BlockBytes:
 
     def __init__(self, kernels: KernelBackend) -> None:
         self._kernels = kernels
+
+    def move(self, caches: Sequence[KVCache], batch: ScheduledBatch) -> BlocksDown | None:
+        """Begins to read the blocks that a step has to read, then writes those that it has to write."""
+        blocks_down = self.read(caches, batch.blocks_down)
+        self.write(caches, batch.blocks_up)
+        return blocks_down
 
     def read(self, caches: Sequence[KVCache], blocks: Mapping[int, tuple[bytes, bytes]]) -> BlocksDown | None:
         """Begins to read blocks as they are now, before anything that is launched later; None without blocks.

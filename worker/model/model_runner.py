@@ -275,14 +275,13 @@ class ModelRunner:
         if batch.is_dummy_run:
             self.dummy_run()
         if not batch.req_ids:
-            return lambda: ScheduledBatchOutput({})
+            return self._move_blocks(batch)
         step = self.prepare_model(batch)
         self.sampler.begin(batch, step.sampled)
         rows, digests, logprobs = step.sampled, None, None
         with torch.inference_mode():
             kv_digests = self._kv_digester.begin(self._kv_cache, batch.digested_blocks)
-            blocks_down = self._block_bytes.read(self._pool.caches, batch.blocks_down)
-            self._block_bytes.write(self._pool.caches, batch.blocks_up)
+            blocks_down = self._block_bytes.move(self._pool.caches, batch)
             for cache in self._pool.caches:
                 self.kernels.kv_cache.copy_blocks(cache, batch.block_copies)
             final, before_targets, hidden = self._states(step)
@@ -304,6 +303,12 @@ class ModelRunner:
         forced = self.sampler.forced(batch) if self.forces else {}
         with_ends = self.sampler.later_ends(batch)
         return lambda: _completed(with_ends(last.output), forced, blocks_down)
+
+    @torch.inference_mode()
+    def _move_blocks(self, batch: ScheduledBatch) -> Callable[[], ScheduledBatchOutput]:
+        """Moves blocks from and to KV tiers in a step without sequences."""
+        blocks_down = self._block_bytes.move(self._pool.caches, batch)
+        return lambda: _completed(ScheduledBatchOutput({}), {}, blocks_down)
 
     @torch.inference_mode()
     def _draft(

@@ -221,6 +221,17 @@ def test_memory_of_read_blocks_is_bounded_and_given_back() -> None:
     tiers.close()
 
 
+def test_last_blocks_go_down_without_another_step() -> None:
+    """The step that fills them is the last one, so an idle engine reads them."""
+    tier = MemoryTier(1 << 20, HEADER_BYTES + 16 * BLOCK)
+    tiers = KvTiers({"memory": tier}, 16 * BLOCK)
+    core = engine(tiers=Tiers(tiers, root_name(["simulated"])))
+    core.add_request(Sequence(prompts(48)[0][:48], BLOCK, SamplingParams(max_tokens=1)))
+    until(lambda: bool(core.step()) and not core.has_unfinished())
+    until(lambda: len(tier) == 3)
+    tiers.close()
+
+
 def test_interrupted_step_leaves_no_block_unwritten() -> None:
     """A block that was published for a tier, and whose step is interrupted, is written by the next step."""
     tier = MemoryTier(1 << 20, HEADER_BYTES + 16 * BLOCK)
