@@ -26,6 +26,7 @@ from common.limits import (
     STEP_TIMEOUT_S,
     TELEMETRY_SHUTDOWN_S,
 )
+from common.params.names import ROLES
 from common.process.restart_policy import GiveUp, RestartPolicy
 from common.rpc.auth import PeerAccess
 from common.rpc.scrape_port import scrape_port
@@ -86,6 +87,7 @@ class WorkerOptions:
         health_port: of health in plain text; 0 for any free one, None for no such port.
         metrics_port: of metrics for scrapers; 0 for any free one, None for no such port.
         trace_slow: traces of sequences of at least this time are kept; None leaves it to the sampler.
+        role: half of the work that it does, of ROLES.
         doors: engine protocols of other projects that its port serves too (`SERVED_DOORS`).
     """
 
@@ -106,6 +108,7 @@ class WorkerOptions:
     metrics_port: int | None = None
     trace_slow: float | None = None
     doors: tuple[str, ...] = ()
+    role: str = ROLES[0]
 
 
 class Worker:
@@ -372,6 +375,7 @@ def _first_facts(
         relevance_tokens=relevance_tokens(config.model, model_config.source, model_config.vocab_size),
         head=model_config.head,
         num_labels=model_config.num_labels,
+        role="" if options.role == ROLES[0] else options.role,
     )
 
 

@@ -11,3 +11,5 @@ DOORS: Final = ("openengine", "vllm-engine", "vllm-inference")
 """Engine protocols of other projects that workers can serve."""
 LEVELS: Final = ("debug", "info", "warning", "error")
 """Log levels, the most verbose first."""
+ROLES: Final = ("both", "prefill", "decode")
+"""Roles of workers: both halves of the work, or one."""

@@ -10,6 +10,8 @@ PROTO_MINOR: Final = 2
 KV_EPOCH_MINOR: Final = 1
 # From this version on routers can adopt sequences of routers that are gone (S12), and workers announce them.
 ADOPTION_MINOR: Final = 2
-# Names of optional features of workers (`GetWorkerResponse.features`).
+# Names of optional features of workers (`GetWorkerResponse.features`). The last two are roles.
 LOGPROBS_FEATURE: Final = "logprobs"
 EMBED_FEATURE: Final = "embed"
+PREFILL_FEATURE: Final = "prefill"
+DECODE_FEATURE: Final = "decode"

@@ -20,6 +20,7 @@ from fissile.worker.v1 import worker_pb2 as wpb
 from common.errors import DeadlineError, PoisonRequestError, RouterFailedError
 from common.limits import ALONE_S, CHARGE_OUTPUT_S, CHARGED_PER_TURN
 from common.process.tasks import failed
+from common.wire.protocol import PREFILL_FEATURE
 from router.answers.stream_assembly import StreamAssembly
 from router.requests.stream import RequestStream
 from router.scheduling.dispatcher import Dispatcher, Release
@@ -275,6 +276,8 @@ class RunningRequests:
         for returned in reversed(_streams(effects.returned)):
             self._requeue_unstarted(returned, session.address)
         self._fail_over([(cast("RequestStream", each), loss) for each, loss in effects.lost], "ended the request")
+        if session.role == PREFILL_FEATURE:
+            self._hand_over_begun(session, _streams(effects.begun))
         for refused, end in effects.refused:
             self._refuse(cast("RequestStream", refused), session.address, end)
 
@@ -308,6 +311,24 @@ class RunningRequests:
             else:
                 self._requeue_unstarted(stream, session.address)
         self._fail_over(begun, "it drains")
+
+    def _hand_over_begun(self, session: Session, begun: Iterable[RequestStream]) -> None:
+        """Moves requests whose prompts a worker for prefills has computed to a worker that decodes, if there is one."""
+        moved: list[tuple[RequestStream, Loss]] = []
+        for stream in begun:
+            queued = stream.queued
+            if stream.session is not session or stream.assembly.is_closed or queued.only_worker:
+                continue
+            wanted = stream.attempts.numerics_wanted(self._policy, stream.assembly.num_tokens)
+            if self._dispatcher.lanes.can_serve(
+                queued.model,
+                wanted,
+                queued.most_tokens,
+                grammar_engine=queued.grammar_engine,
+                but_role=PREFILL_FEATURE,
+            ):
+                moved.append((stream, Loss.HANDED_OVER))
+        self._fail_over(moved, "its prompt is computed")
 
     # Failover.
 
@@ -348,6 +369,7 @@ class RunningRequests:
             stream.assembly.lose_worker(f"{len(stream.attempts)} workers were lost; the last one: {why}")
         else:
             stream.queued.tokens = stream.assembly.num_tokens
+            stream.queued.has_output = stream.assembly.num_tokens > len(stream.request.token_ids)
             wanted = stream.attempts.numerics_wanted(self._policy, stream.assembly.num_tokens)
             stream.queued.numerics = wanted
             stream.queued.alone = verdict is Verdict.ALONE

@@ -410,12 +410,13 @@ class RequestStream:
 
     def begin(self, session: Session, rid: int, now: float, *, must_keep: bool) -> Submission:
         """Starts an attempt on a worker with the prompt and the tokens so far (rule S5)."""
+        expects_kv = self.attempts.is_handed_over
         self._begin_attempt(session, rid, now)
         request, generated = self.request, self.assembly.token_ids
         token_ids = request.token_ids + generated if generated else request.token_ids
         has_generated, may_adopt = self.assembly.has_generated, session.may_adopt
         record = request.to_record(rid, must_keep=must_keep, has_generated=has_generated, may_adopt=may_adopt)
-        record.request_id, record.tenant = request.request_id, request.tenant
+        record.request_id, record.tenant, record.expects_kv = request.request_id, request.tenant, expects_kv
         return Submission(record, token_ids, self, request.deadline)
 
     def begin_adoption(self, session: Session, rid: int, now: float) -> Adoption:

@@ -227,6 +227,7 @@ class Dispatcher:
         max_model_len: float = math.inf,
         caches_prefixes: bool = True,
         grammar_engine: str = "",
+        role: str = "",
     ) -> None:
         """Adds the lane of a worker that accepts work. Waiting requests that it would serve sooner move to it."""
         lane = Lane(
@@ -234,7 +235,7 @@ class Dispatcher:
             model,
             report,
             self.shares,
-            LaneKind(numerics, max_model_len, grammar_engine),
+            LaneKind(numerics, max_model_len, grammar_engine, role),
             caches_prefixes=caches_prefixes,
         )
         self.lanes.add(lane)

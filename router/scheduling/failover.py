@@ -2,7 +2,8 @@
 
 Invariants:
   * A request ends after MAX_ATTEMPTS attempts in a row without a token, and after MAX_ATTEMPTS_IN_ALL in any case.
-    Attempts that a draining worker gave up do not count: a rolling restart may reach the request on every worker.
+    Attempts that a draining worker gave up do not count: a rolling restart may reach the request on every worker. Nor
+    do those that a worker for prefills has completed.
   * A worker counts as dead only with proof: nothing listens at its address, another process does, or its engine says
     so. A worker that is silent, stalled or unreachable may be well.
   * When a worker dies, the requests in their first steps there become suspects, unless a suspect ran alone. After
@@ -84,6 +85,8 @@ class Loss(enum.Enum):
     """The worker broke the protocol, and again after the stream was resumed."""
     DRAINED = "drained"
     """The worker drains or ends the request in good order."""
+    HANDED_OVER = "handed_over"
+    """The prompt is computed, and a worker for decodes continues."""
     FORGOTTEN = "forgotten"
     """The worker no longer has the sequence: its lease had ended, or it had never arrived (rule S4)."""
     REFUSED = "refused"
@@ -265,6 +268,11 @@ class Attempts:
         return self._attempts[-1].numerics if self._attempts else ""
 
     @property
+    def is_handed_over(self) -> bool:
+        """True if a worker for prefills had the last attempt, and has completed it."""
+        return bool(self._attempts) and self._attempts[-1].loss is Loss.HANDED_OVER
+
+    @property
     def refused(self) -> bool:
         """True if a worker before the last one refused the request."""
         return any(attempt.loss is Loss.REFUSED for attempt in self._attempts[:-1])
@@ -297,7 +305,7 @@ class Attempts:
 
 
 def _counts(attempt: Attempt) -> bool:
-    return attempt.loss is not Loss.DRAINED
+    return attempt.loss not in (Loss.DRAINED, Loss.HANDED_OVER)
 
 
 def stall_bound_s(stall_timeout_s: float, step_tokens: int, prefill_rate: float) -> float:

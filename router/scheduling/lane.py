@@ -61,11 +61,13 @@ class LaneKind:
         numerics: its numerics class.
         max_model_len: most tokens of a sequence, prompt and answer.
         grammar_engine: library that compiles grammars there; "" for none.
+        role: half of the work that it does: PREFILL_FEATURE, DECODE_FEATURE, or "" for both.
     """
 
     numerics: str = ""
     max_model_len: float = math.inf
     grammar_engine: str = ""
+    role: str = ""
 
     def can_serve(self, numerics: str | None, most_tokens: int, grammar_engine: str = "") -> bool:
         """True if the worker can run a sequence of up to `most_tokens` tokens to its end.

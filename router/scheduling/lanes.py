@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from common.delay_gate import DelayGate
+from common.wire.protocol import DECODE_FEATURE, PREFILL_FEATURE
 from router.scheduling.lane import Lane, LaneKind
 from router.scheduling.queued_request import QueuedRequest
 
@@ -162,7 +163,14 @@ class LaneTable:
         return True
 
     def can_serve(
-        self, model: str, numerics: str | None, most_tokens: int = 0, *, grammar_engine: str = "", but: str = ""
+        self,
+        model: str,
+        numerics: str | None,
+        most_tokens: int = 0,
+        *,
+        grammar_engine: str = "",
+        but: str = "",
+        but_role: str = "",
     ) -> bool:
         """True if a ready worker other than `but` can serve such a request.
 
@@ -172,9 +180,13 @@ class LaneTable:
             most_tokens: longest prompt and answer together, tokens.
             grammar_engine: library of its grammar, "" for none.
             but: excluded worker, "" for none.
+            but_role: role of excluded workers, "" for none.
         """
-        lanes = self._ready.get(model, ())
-        return any(lane.worker != but and lane.kind.can_serve(numerics, most_tokens, grammar_engine) for lane in lanes)
+        return any(
+            lane.worker != but and lane.kind.can_serve(numerics, most_tokens, grammar_engine)
+            for lane in self._ready.get(model, ())
+            if not but_role or lane.kind.role != but_role
+        )
 
     def is_servable(self, request: QueuedRequest) -> bool:
         """True if a ready worker can serve a request."""
@@ -186,14 +198,16 @@ class LaneTable:
     def candidates(self, request: QueuedRequest) -> list[Lane]:
         """The ready lanes that a request may be bound to.
 
-        The excluded worker, reserved and full workers, and busy ones for a request that needs a worker to itself are
-        left out, unless no other lane is left. Where nothing is left out, the model's own list is returned, not a copy.
+        Workers for the other half of its work (`--role`), the excluded worker, reserved and full workers, and busy ones
+        for a request that needs a worker to itself are left out, unless no other lane is left. If all lanes remain, the
+        model's own list is returned, not a copy.
         """
         if request.only_worker:
             return self._own_lane(request)
         lanes = self._ready.get(request.model, [])
         if not all(kind.suits(request) for kind in self._kinds.get(request.model, ())):
             lanes = [lane for lane in lanes if lane.kind.suits(request)]
+        lanes = _by_role(lanes, request)
         if request.excluded_worker:
             lanes = [lane for lane in lanes if lane.worker != request.excluded_worker] or lanes
         if self._taken or self._limited:
@@ -216,3 +230,12 @@ class LaneTable:
         """Number of lanes in each state."""
         opened = sum(lane.is_open(now, gate) for lane in self.busy.values())
         return LaneCounts(len(self._lanes) - len(self.busy), opened, len(self.busy) - opened)
+
+
+def _by_role(lanes: list[Lane], request: QueuedRequest) -> list[Lane]:
+    """The lanes for the half of a request's work that comes next; without any those for both, or for the other."""
+    if not any(lane.kind.role for lane in lanes):
+        return lanes
+    next_half, other = (DECODE_FEATURE, PREFILL_FEATURE) if request.has_output else (PREFILL_FEATURE, DECODE_FEATURE)
+    own = [lane for lane in lanes if lane.kind.role == next_half]
+    return own or [lane for lane in lanes if lane.kind.role != other] or lanes

@@ -229,8 +229,8 @@ class LeastLoad(Placement):
     def find_better_lane(self, request: QueuedRequest, lane: Lane, ahead: Mapping[str, int], now: float) -> Move | None:
         """The lane of least cost, if it is cheaper than the own lane by more than 5 ms and 10 %.
 
-        If the own lane is blocked, any other lane is better. The candidates are those of `choose`, looked up again when
-        the cached prefixes have changed.
+        If the own lane is blocked, any other lane of its role is better. The candidates are those of `choose`, looked
+        up again when the cached prefixes have changed.
         """
 
         def cost_s(other: Lane, work: int) -> float:
@@ -244,7 +244,9 @@ class LeastLoad(Placement):
         names = dict.fromkeys([*hits, *(other.worker for other in self.least(request))])
         others = [known[worker] for worker in names if worker in known and worker != lane.worker]
         found = [
-            Move(other, _work(request, hits.get(other.worker, 0))) for other in others if _may_serve(request, other)
+            Move(other, _work(request, hits.get(other.worker, 0)))
+            for other in others
+            if other.kind.role == lane.kind.role and _may_serve(request, other)
         ]
         best = min(found, key=lambda other: cost_s(other.lane, other.work), default=None)
         if best is not None and (there := cost_s(best.lane, best.work)) < bound:

@@ -82,6 +82,7 @@ class QueuedRequest:
         granule_tokens: tokens of a granule.
         most_tokens: longest prompt and answer together, tokens; 0 if unknown.
         grammar_engine: library that its worker must compile grammars with; "" for a request without a grammar.
+        has_output: True if it has generated tokens, so that a worker for decodes is the best place for it.
         work: `tokens` less what its lane's worker probably has cached; fixed while it is in a lane.
         excluded_worker: a worker to avoid while another one can serve it, "" for none.
         only_worker: the one worker that may serve it, "" for any.
@@ -111,6 +112,7 @@ class QueuedRequest:
     granule_tokens: int = 0
     most_tokens: int = 0
     grammar_engine: str = ""
+    has_output: bool = False
     work: int = 0
     excluded_worker: str = ""
     only_worker: str = ""

@@ -21,7 +21,7 @@ from fissile.worker.v1.worker_pb2_grpc import WorkerServiceStub
 
 from common.limits import CONNECT_TIMEOUT_S, HEARTBEAT_S, LEASE_S, MISSED_HEARTBEATS, REDIAL_S
 from common.rpc.tls import Dialer
-from common.wire.protocol import ADOPTION_MINOR
+from common.wire.protocol import ADOPTION_MINOR, DECODE_FEATURE, PREFILL_FEATURE
 from router.answers.stream_assembly import GapError
 from router.model_registry import ServedModel, WorkerRefusedError, describe
 from router.prompts.tokenizer_store import TokenizerStore
@@ -224,6 +224,12 @@ class Session:
         """Numerics class; unique for a worker that reports none, so that no answer is called exact by mistake."""
         assert self.model is not None
         return self.model.numerics or f"unknown, of instance {self.instance_id}"
+
+    @property
+    def role(self) -> str:
+        """Half of the work that the worker does: PREFILL_FEATURE, DECODE_FEATURE, or "" for both."""
+        assert self.model is not None
+        return next((role for role in (PREFILL_FEATURE, DECODE_FEATURE) if role in self.model.features), "")
 
     def leave(self) -> None:
         """Closes the stream after the last frame, so that the worker does not wait for this router to return."""

@@ -331,6 +331,7 @@ class WorkerPool:
             max_model_len=session.model.max_model_len,
             caches_prefixes=welcome.kv_events,
             grammar_engine=session.model.grammar_engine,
+            role=session.role,
         )
         self._intake.start_probation(worker, session, now)
         self.caches.welcomed(session)

@@ -17,6 +17,7 @@ from common.files import UnreadableFileError, read_file
 from common.hub import default_model_name
 from common.limits import MAX_SECRET_BYTES
 from common.params.config_parts import NGRAM
+from common.params.names import ROLES
 from common.params.options.engine import WORKER
 from common.params.options.table import options_of
 from common.params.step_defaults import default_scheduling_policy, default_token_budget
@@ -24,7 +25,7 @@ from common.rpc.auth import PeerAccess
 from worker.cli.hub_models import command_model_folder
 from worker.config.engine_config import default_weights_cache
 from worker.doors.served_doors import SERVED_DOORS
-from worker.kv_tiers.tier_option import check_tiers
+from worker.kv_tiers.tier_option import check_tiers, is_shared
 from worker.ranks.door import SECRET_VARIABLE
 from worker.ranks.topology import Topology
 from worker.server import WorkerOptions
@@ -70,6 +71,8 @@ def worker_options(
         config = _config(str(folder), topology, others, is_simulated=simulate is not None)
         cost = None if simulate is None else cost_model(simulate)
         check_tiers(config.kv_tiers)
+        if others["role"] != ROLES[0] and not is_shared(config.kv_tiers):
+            raise CommandError("--role needs --kv-tiers with files or redis, where the other half finds the blocks")
     except ApiError as error:
         raise CommandError(str(error)) from None
     return WorkerOptions(

@@ -114,6 +114,7 @@ class Sequence:
         "compiling",
         "deadline",
         "draft_history",
+        "expects_kv",
         "first_scheduled_time",
         "first_token_time",
         "hash_root",
@@ -266,6 +267,8 @@ class Sequence:
         self.work_before = (0, 0)
         self.leave_time: float | None = None
         self.leave_reason = ""
+        # True if another worker has computed its prompt, whose blocks may still be on their way to the KV tiers.
+        self.expects_kv = False
         # True until KV tiers have said which of its blocks they have; False without tiers.
         self.waits_for_kv = False
         # Compilation of its grammar, which precedes its first step; None without a grammar, or when it is done.

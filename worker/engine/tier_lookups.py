@@ -34,6 +34,8 @@ _MOST_LOOKUPS: Final = 64
 # Wait for a tier while no step has shown how fast prompts are computed, and the shortest wait.
 _UNKNOWN_WAIT_S: Final = 1.0
 _LEAST_WAIT_S: Final = 0.02
+# Time after which blocks that another worker has just computed are asked for again.
+_ASK_AGAIN_S: Final = 0.01
 
 
 def root_name(facts: Iterable[object]) -> bytes:
@@ -117,12 +119,15 @@ class BlockKey(NamedTuple):
 class _Lookup:
     """One waiting prompt's wait for tiers.
 
-    `start` is the place of the first block asked for, `until` when the wait ends (monotonic seconds).
+    `start` is the place of the first block asked for. The wait ends at `until`, `wait_s` after the last blocks came.
+    Tiers are not asked before `ask_at` (monotonic seconds).
     """
 
     seq: Sequence
     start: int
     until: float
+    wait_s: float
+    ask_at: float = 0.0
     fetch: Fetch | None = None
 
     def close(self) -> None:
@@ -204,7 +209,8 @@ class TierLookups:
         start = len(self._prefixes.cached_blocks(seq))
         missing = (self._hittable(seq) - start) * seq.block_size
         wait_s = missing / prefill_rate if prefill_rate else _UNKNOWN_WAIT_S
-        lookup = self._lookups[seq.id] = _Lookup(seq, start, now + max(_LEAST_WAIT_S, wait_s))
+        wait_s = max(_LEAST_WAIT_S, wait_s)
+        lookup = self._lookups[seq.id] = _Lookup(seq, start, now + wait_s, wait_s)
         seq.waits_for_kv = missing > 0
         return lookup
 
@@ -213,30 +219,34 @@ class TierLookups:
         seq, fetch = lookup.seq, lookup.fetch
         if fetch is not None and fetch.is_done:
             if self._blocks.can_allocate(seq, None, self._lifecycle.num_growing):
-                self._publish(lookup, fetch)
+                self._publish(lookup, fetch, now)
             return
         if now > lookup.until:
             self.store.note_late()
             lookup.close()
-        elif fetch is None:
+        elif fetch is None and now >= lookup.ask_at:
             names = self._names(seq, self._hittable(seq))[lookup.start :]
             if names and names[0] not in coming:
                 lookup.fetch = self.store.fetch(names)
                 if lookup.fetch is not None:
                     coming.add(names[0])
 
-    def _publish(self, lookup: _Lookup, fetch: Fetch) -> None:
+    def _publish(self, lookup: _Lookup, fetch: Fetch, now: float) -> None:
         """Publishes blocks that have come in free blocks, behind the cached prefix, which may be longer by now."""
         seq, cached = lookup.seq, self._prefixes.cached_blocks(lookup.seq)
         blocks = fetch.blocks[len(cached) - lookup.start :] if len(cached) >= lookup.start else []
         adopted = self._blocks.adopt(seq, cached, len(blocks))
         self._up += zip(adopted, blocks, strict=False)
         reached = len(cached) + len(adopted)
-        # Only a fetch for which there was no more room can have more behind it.
-        is_cut = len(fetch.blocks) == fetch.num_names and len(adopted) == len(blocks)
-        goes_on = is_cut and lookup.start < reached < self._hittable(seq)
+        # A fetch for which there was no more room can have more behind it, and so can one of blocks on their way.
+        is_cut = len(fetch.blocks) == fetch.num_names and lookup.start < reached
+        may_have_more = (is_cut or seq.expects_kv) and len(adopted) == len(blocks) and reached < self._hittable(seq)
         lookup.close()
-        if goes_on:
+        if may_have_more and reached >= lookup.start:
+            if adopted:
+                lookup.until = now + lookup.wait_s
+            elif not is_cut:
+                lookup.ask_at = now + _ASK_AGAIN_S
             lookup.start, seq.waits_for_kv = reached, True
 
     def _hittable(self, seq: Sequence) -> int:

@@ -29,6 +29,11 @@ def check_tiers(text: str) -> None:
     _parts(text)
 
 
+def is_shared(text: str) -> bool:
+    """True if the option names a tier that several workers can use."""
+    return not _parts(text).keys() <= {"memory"}
+
+
 def open_tiers(text: str, block_bytes: int) -> dict[str, KvTier]:
     """The tiers that the option names, in the order: memory, files, Redis.
 

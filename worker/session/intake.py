@@ -288,6 +288,7 @@ class Inbox:
             shares_prompt=record.shares_prompt,
             pooling=told_pooling(record.pooling),
         )
+        seq.expects_kv = record.expects_kv
         seq.ledger.request_id = record.request_id[:MAX_REQUEST_ID_BYTES]
         seq.ledger.tenant = record.tenant[:MAX_TENANT_BYTES]
         return seq

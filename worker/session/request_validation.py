@@ -54,6 +54,7 @@ SEQUENCE: Final = frozenset(
         "priority",
         "keep",
         "logits_every",
+        "expects_kv",
         "shares_prompt",
         "pooling",
         "adoption_key",

@@ -49,6 +49,7 @@ class WorkerFacts:
     num_labels: int = 0
     grammar_engine: str = ""
     speculation: SpeculativeConfig | None = None
+    role: str = ""
 
     def loaded(self, config: Config, model: Mapping[str, str]) -> WorkerFacts:
         """The description of a worker whose model is loaded.
@@ -84,6 +85,10 @@ class WorkerFacts:
             head=self.head,
             num_labels=self.num_labels,
         )
+
+    def _features(self) -> list[str]:
+        features = [LOGPROBS_FEATURE, EMBED_FEATURE] if self.head == OUTPUT_HEAD else [EMBED_FEATURE]
+        return [*features, self.role] if self.role else features
 
     def limits_proto(self) -> wpb.Limits:
         """Limits of the worker, for Welcome."""
@@ -123,7 +128,7 @@ class WorkerFacts:
             tp_size=self.tp_size,
             version=self.version,
             eos_token_ids=sorted(self.eos_token_ids),
-            features=(LOGPROBS_FEATURE, EMBED_FEATURE) if self.head == OUTPUT_HEAD else (EMBED_FEATURE,),
+            features=self._features(),
             hidden_size=self.hidden_size,
             default_pooling=worker_pooling(self.default_pooling),
             relevance_tokens=None if tokens is None else wpb.RelevanceTokens(yes=tokens.yes, no=tokens.no),

@@ -16,7 +16,7 @@ from common.limits import (
     STALL_TIMEOUT_S,
     WORKER_WAIT_S,
 )
-from common.params.names import DOORS, LEVELS
+from common.params.names import DOORS, LEVELS, ROLES
 from common.params.options.engine import MODEL_COMMANDS, SERVE, WARMUP, WORKER
 from common.params.options.option import FILE, Option
 from common.params.options.types import Duration, Fraction, Lease, MetadataKey, Names, PerTenant, TenantPriority
@@ -335,6 +335,13 @@ _PROCESS: Final = (
         "Keep the traces of requests that take at least this time, and of failed ones, whatever OTEL_TRACES_SAMPLER "
         "says; costs as much as tracing all. Default: the sampler decides alone.",
         (SERVE, WORKER, ROUTER), Duration(), is_passed_on=True,
+    ),
+    Option(
+        "--role", "FISSILE_ROLE",
+        "Half of the work that the worker does. prefill: prompts, whose requests then move on; decode: the rest of "
+        "their answers. Both find the blocks in the --kv-tiers that they share. The others do a half that has no "
+        "workers of its own.",
+        (WORKER,), click.Choice(ROLES), ROLES[0],
     ),
     Option(
         "--drain-timeout", "FISSILE_DRAIN_TIMEOUT", "How long running requests may continue after SIGTERM or Ctrl-C.",

@@ -644,6 +644,7 @@ class SubmitSequence(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     KEEP_FIELD_NUMBER: _builtins.int
+    EXPECTS_KV_FIELD_NUMBER: _builtins.int
     LOGITS_EVERY_FIELD_NUMBER: _builtins.int
     SHARES_PROMPT_FIELD_NUMBER: _builtins.int
     POOLING_FIELD_NUMBER: _builtins.int
@@ -677,6 +678,10 @@ class SubmitSequence(_message.Message):
     keep: _builtins.bool
     """True: the sequence stays even if it has to wait long, and is not returned in `StepOutput.returned`, because it has been
     returned before or no other worker can take it. A draining worker returns it all the same.
+    """
+    expects_kv: _builtins.bool
+    """True: another worker has just computed the prompt, and its KV blocks are on their way to the KV tiers that both share. The
+    worker waits for them as long as computing them would take.
     """
     logits_every: _builtins.int
     """Logits of every n-th generated token are digested, beginning with the first one; 0: of none."""
@@ -719,6 +724,7 @@ class SubmitSequence(_message.Message):
         cache_salt: _builtins.bytes = ...,
         priority: Global___Priority.ValueType = ...,
         keep: _builtins.bool = ...,
+        expects_kv: _builtins.bool = ...,
         logits_every: _builtins.int = ...,
         shares_prompt: _builtins.bool = ...,
         pooling: Global___Pooling.ValueType = ...,
@@ -728,7 +734,7 @@ class SubmitSequence(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["params", b"params"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adoption_key", b"adoption_key", "cache_salt", b"cache_salt", "chain_hash", b"chain_hash", "choice", b"choice", "deadline_left_ms", b"deadline_left_ms", "keep", b"keep", "logits_every", b"logits_every", "more", b"more", "params", b"params", "pooling", b"pooling", "priority", b"priority", "prompt_len", b"prompt_len", "request_id", b"request_id", "rid", b"rid", "seed", b"seed", "shares_prompt", b"shares_prompt", "tenant", b"tenant", "token_ids", b"token_ids", "traceparent", b"traceparent", "tracestate", b"tracestate"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adoption_key", b"adoption_key", "cache_salt", b"cache_salt", "chain_hash", b"chain_hash", "choice", b"choice", "deadline_left_ms", b"deadline_left_ms", "expects_kv", b"expects_kv", "keep", b"keep", "logits_every", b"logits_every", "more", b"more", "params", b"params", "pooling", b"pooling", "priority", b"priority", "prompt_len", b"prompt_len", "request_id", b"request_id", "rid", b"rid", "seed", b"seed", "shares_prompt", b"shares_prompt", "tenant", b"tenant", "token_ids", b"token_ids", "traceparent", b"traceparent", "tracestate", b"tracestate"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1871,7 +1877,7 @@ class GetWorkerResponse(_message.Message):
 
     @_builtins.property
     def features(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Optional capabilities, by name."""
+        """Optional capabilities, by name; `prefill` and `decode` say what the worker is for (`--role`)."""
 
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:

@@ -221,6 +221,37 @@ def test_memory_of_read_blocks_is_bounded_and_given_back() -> None:
     tiers.close()
 
 
+@pytest.mark.parametrize("expects", [True, False])
+def test_only_blocks_that_another_worker_has_just_computed_are_asked_for_again(expects: bool) -> None:
+    asked = list[bytes]()
+
+    class Late(MemoryTier):
+        """Has a block when it is asked for the second time."""
+
+        def get(self, name: bytes) -> bytes | None:
+            asked.append(name)
+            return super().get(name) if asked.count(name) > 1 else None
+
+    tier = Late(1 << 20, HEADER_BYTES + 16 * BLOCK)
+    tiers = KvTiers({"memory": tier}, 16 * BLOCK)
+    core = engine(tiers=Tiers(tiers, root_name(["simulated"])))
+    params = SamplingParams(max_tokens=1)
+    tokens = prompts(48)[0]
+    core.add_request(Sequence(tokens, BLOCK, params))
+    until(lambda: bool(core.step()) and not core.has_unfinished())
+    until(lambda: len(tier) == 3)
+    core.scheduler.block_manager.flush()
+    asked.clear()
+    seq = Sequence(tokens, BLOCK, params)
+    seq.expects_kv = expects
+    # As if prompts took long, so that the wait does not end before the test has looked.
+    core.scheduler.meter.rate = 1e-3
+    core.add_request(seq)
+    until(lambda: bool(core.step()) and not core.has_unfinished())
+    assert seq.num_cached_tokens == (48 if expects else 0)
+    tiers.close()
+
+
 def test_last_blocks_go_down_without_another_step() -> None:
     """The step that fills them is the last one, so an idle engine reads them."""
     tier = MemoryTier(1 << 20, HEADER_BYTES + 16 * BLOCK)
