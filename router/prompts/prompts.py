@@ -53,7 +53,7 @@ from router.answers.channel_reader import ChannelTerms, Confinement
 from router.answers.tools import template_tools
 from router.model_registry import ServedModel
 from router.prompts.conversation import reading_of, template_messages
-from router.prompts.text_queue import TextJob, TextPool, TextQueue
+from router.prompts.text_queue import TextJob, TextPool, TextQueue, ThreadTurn, ThreadTurns
 from router.scheduling.admission import QUEUE_RETRY_S
 from router.validation import check_prompt_length, check_roles, check_token_ids, template_arguments
 
@@ -114,11 +114,13 @@ def yield_to_loop() -> None:
 
 @dataclass(slots=True, eq=False)
 class _Job(TextJob):
-    """Steps to run in a thread, the future of their result, and the ledger of their call."""
+    """Steps to run in a thread, the future of their result, and what their call needs for its ledger."""
 
     steps: Steps[Any]
     result: asyncio.Future[Any]
+    request_id: str
     ledger: Ledger
+    turn: ThreadTurn | None = None
 
 
 class PromptEncoder:
@@ -135,6 +137,7 @@ class PromptEncoder:
         }
         self._queue = queue
         self._running = dict.fromkeys(TextPool, 0)
+        self._turns = {pool: ThreadTurns() for pool in TextPool}
         self._closed = False
         # Checkers by tokenizer and end-of-sequence ids; the most recently used one is last.
         self._checkers: dict[tuple[str, frozenset[int]], GrammarChecker] = {}
@@ -363,7 +366,8 @@ class PromptEncoder:
         """Runs `steps`, which hold `size` bytes, in threads. Cancelling the caller ends them."""
         result: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         pool = pool or (TextPool.LONG if size > LONG_TEXT else TextPool.SHORT)
-        job = _Job(tenant, size, pool, steps, result, current_record().ledger)
+        record = current_record()
+        job = _Job(tenant, size, pool, steps, result, record.request_id, record.ledger)
         for out in self._queue.add(job):
             assert isinstance(out, _Job)
             out.result.set_exception(QueueFullError(len(self._queue), QUEUE_RETRY_S))
@@ -384,12 +388,23 @@ class PromptEncoder:
                 return
             assert isinstance(job, _Job)
             self._running[pool] += 1
-            job.ledger.enter(Stage.TOKENIZE, asyncio.get_running_loop().time())
+            self._account(job, asyncio.get_running_loop().time())
             done = asyncio.get_running_loop().run_in_executor(self._threads[pool], _step, job.steps)
             done.add_done_callback(functools.partial(self._stepped, job))
 
+    def _account(self, job: _Job, now: float) -> None:
+        """Notes that a job gets a thread, and blames the request that had the threads longest meanwhile."""
+        turns = self._turns[job.pool]
+        if (blame := turns.longest(job.ledger, now, job.request_id)) is not None:
+            job.ledger.blame(Stage.TOKENIZE_QUEUE, blame)
+        job.ledger.enter(Stage.TOKENIZE, now)
+        job.turn = ThreadTurn(job.request_id, job.tenant, now)
+        turns.add(job.turn)
+
     def _stepped(self, job: _Job, done: asyncio.Future[tuple[bool, Any]]) -> None:
         self._running[job.pool] -= 1
+        if job.turn is not None:
+            job.turn.ended = asyncio.get_running_loop().time()
         if done.cancelled() or job.result.done():
             # The caller was cancelled.
             done.cancelled() or done.exception()

@@ -10,6 +10,7 @@ step as the unit of service. Invariants:
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -17,9 +18,12 @@ from enum import Enum
 
 from common.errors import QueueFullError
 from common.limits import MAX_QUEUED_REQUESTS, MAX_QUEUED_TEXT_BYTES
+from common.telemetry.ledger import Blame, Ledger
 from router.scheduling.admission import QUEUE_RETRY_S
 
 _SPARE = 8
+# Turns of threads that may be blamed: the newest ones of a pool.
+_MOST_BLAMED = 32
 
 
 class TextPool(Enum):
@@ -42,6 +46,47 @@ class TextJob:
     tenant: str
     size: int
     pool: TextPool
+
+
+@dataclass(slots=True, eq=False)
+class ThreadTurn:
+    """Turn of a call on a thread; without its text, which may be large.
+
+    Attributes:
+        request_id: id of its request.
+        tenant: its tenant.
+        began: monotonic seconds.
+        ended: infinite while it runs.
+    """
+
+    request_id: str
+    tenant: str
+    began: float
+    ended: float = math.inf
+
+
+class ThreadTurns:
+    """The newest turns on the threads of one pool: a call that waited was behind them."""
+
+    def __init__(self) -> None:
+        self._turns: deque[ThreadTurn] = deque(maxlen=_MOST_BLAMED)
+
+    def add(self, turn: ThreadTurn) -> None:
+        """Adds a turn that begins."""
+        self._turns.append(turn)
+
+    def longest(self, ledger: Ledger, now: float, request_id: str) -> Blame | None:
+        """The request that had threads longest since `ledger` was last accounted for; never `request_id` itself."""
+        seconds: dict[tuple[str, str], float] = {}
+        for turn in self._turns:
+            overlap = min(turn.ended, now) - max(turn.began, ledger.since)
+            if overlap > 0 and turn.request_id != request_id:
+                name = turn.request_id, turn.tenant
+                seconds[name] = seconds.get(name, 0.0) + overlap
+        if not seconds:
+            return None
+        name = max(seconds, key=seconds.__getitem__)
+        return Blame(*name, min(seconds[name], now - ledger.since))
 
 
 @dataclass(slots=True)

@@ -1,4 +1,4 @@
-"""A TCP proxy between a router and a worker that can stop forwarding, or break its connections."""
+"""A TCP proxy between a router and a worker that can stop forwarding, be slow, or break its connections."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ class Proxy:
 
     Attributes:
         port: where it listens.
+        delay_s: seconds for which it keeps what it has read.
     """
 
-    def __init__(self, target_port: int) -> None:
+    def __init__(self, target_port: int, delay_s: float = 0.0) -> None:
         self.port = 0
+        self.delay_s = delay_s
         self._target_port = target_port
         self._forwards = asyncio.Event()
         self._writers: set[asyncio.StreamWriter] = set()
@@ -70,6 +72,8 @@ class Proxy:
         with contextlib.suppress(OSError):
             while data := await reader.read(65_536):
                 await self._forwards.wait()
+                if self.delay_s:
+                    await asyncio.sleep(self.delay_s)
                 writer.write(data)
                 await writer.drain()
         writer.transport.abort()

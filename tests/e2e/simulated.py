@@ -41,9 +41,9 @@ def simulated_model(folder: Path, max_model_len: int = 2048) -> Path:
     return save({**tokenizer_files(), "config.json": json.dumps(config).encode()}, folder)
 
 
-def wait_workers(service: Service, count: int, within_s: float = 200.0) -> None:
+def wait_workers(service: Service, count: int, within_s: float = 200.0, model: str = "") -> None:
     end = time.monotonic() + within_s
-    while service.stub.GetModel(pb.GetModelRequest(), timeout=60).model.ready_workers != count:
+    while service.stub.GetModel(pb.GetModelRequest(model=model), timeout=60).model.ready_workers != count:
         assert time.monotonic() < end, f"not {count} workers"
         time.sleep(0.02)
 

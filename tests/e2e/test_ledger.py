@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fissile.v1 import inference_pb2 as pb
@@ -19,11 +20,13 @@ from fissile.v1.inference_pb2_grpc import InferenceServiceStub
 
 from common.rpc.durations import to_seconds
 from common.telemetry.names import Stage
-from tests.chaos.support import log_entries, until
+from tests.chaos.proxy import proxied
+from tests.chaos.support import client_of, log_entries, until
 from tests.e2e.fake_worker import FakeWorker
 from tests.e2e.router_bench import FILES, SMALL_WINDOW, bench, collect, request, running
 from tests.e2e.router_bench import until as until_true
-from tests.e2e.service import Answer, Service, generate, running_service
+from tests.e2e.service import Answer, Process, Service, free_port, generate, running_service
+from tests.e2e.service import running as running_processes
 from tests.e2e.simulated import simulated_model
 
 # Steps of 1.3 ms; a prompt of 30,000 tokens takes a good 200 ms.
@@ -103,8 +106,25 @@ def test_neighbours_long_prompt_is_found_and_blamed(tmp_path: Path) -> None:
             return to_seconds(part.duration) >= to_seconds(alone[Stage.PREFILL].duration) / 2
 
         _until_planted(attempt)
-        lines = [each for each in log_entries(service.router) if each.get("request_id") == "mine-0"]
-        assert {Stage.WIRE, Stage.PREFILL, Stage.DECODE} <= set(lines[-1]["parts_ms"])
+        lines: Callable[[], list[dict[str, Any]]] = lambda: [  # noqa: E731
+            each for each in log_entries(service.router) if each.get("request_id") == "mine-0"
+        ]
+        until(lines)
+        assert {Stage.WIRE, Stage.PREFILL, Stage.DECODE} <= set(lines()[-1]["parts_ms"])
+        _check_answer_that_the_router_ends(service.stub)
+
+
+def _check_answer_that_the_router_ends(stub: InferenceServiceStub) -> None:
+    """The router finds a stop string, and the worker's end comes too late for the finish."""
+    stopped = _request("stopped", 20, 2000)
+    stopped.sampling_params.stop_strings.extend("aeiou")
+    stopped.sampling_params.min_tokens = 100
+    answer = generate(stub, stopped)
+    assert answer.finish is not None
+    assert answer.finish.stop.stop_string
+    parts = _parts(answer)
+    assert {Stage.WIRE, Stage.PREFILL, Stage.DECODE, Stage.DETOKENIZE} <= parts.keys()
+    assert max(parts.values(), key=lambda part: to_seconds(part.duration)).stage == Stage.DECODE
 
 
 @pytest.mark.slow
@@ -161,10 +181,88 @@ def test_frozen_worker_is_found(tmp_path: Path) -> None:
             assert answer.finish is not None
             if answer.finish.attempts == 1:
                 return False
-            timings = answer.finish.timings
-            recovering = {part.stage: to_seconds(part.duration) for part in timings.parts}[Stage.RECOVERING]
-            # Time on the lost worker cannot be divided: it reports nothing any more.
-            return recovering > 1.0
+            parts = _parts(answer)
+            assert Stage.DECODE in parts
+            return to_seconds(parts[Stage.RECOVERING].duration) > 1.0
 
         _until_planted(attempt)
         until(lambda: all(worker.is_serving() for worker in service.workers))
+
+
+@pytest.mark.slow
+def test_worker_frozen_for_a_moment_is_a_stall(tmp_path: Path) -> None:
+    frozen_s = 0.5
+    with _service(tmp_path) as service:
+        worker = service.workers[0].running
+
+        def plant() -> None:
+            worker.send_signal(signal.SIGSTOP)
+            time.sleep(frozen_s)
+            worker.send_signal(signal.SIGCONT)
+
+        def attempt(number: int) -> bool:
+            answer = _beside(service.stub, _request(f"mine-{number}", 20, 300), plant)
+            assert answer.finish is not None
+            parts = _parts(answer)
+            if answer.finish.attempts > 1 or Stage.STALL not in parts:
+                return False
+            largest = max(parts.values(), key=lambda part: to_seconds(part.duration))
+            return largest.stage == Stage.STALL and to_seconds(largest.duration) >= frozen_s / 2
+
+        _until_planted(attempt)
+
+
+@pytest.mark.slow
+def test_slow_network_is_found_on_the_wire(tmp_path: Path) -> None:
+    delay_s = 0.3
+    with _service(tmp_path) as service, proxied(service.workers[0].port) as proxy:
+        port = free_port()
+        options = ["router", "--port", str(port), "--worker", f"127.0.0.1:{proxy.port}"]
+        router = Process("far", options, port, tmp_path / "far.log", {"FISSILE_LOG_LEVEL": "info"})
+        with running_processes([router]), client_of(router) as stub:
+            until(lambda: stub.GetModel(pb.GetModelRequest(), timeout=60).model.ready_workers == 1)
+            proxy.delay_s = delay_s
+            parts = _parts(generate(stub, _request("mine", 20, 20)))
+            largest = max(parts.values(), key=lambda part: to_seconds(part.duration))
+            assert largest.stage == Stage.WIRE
+            # There and back.
+            assert to_seconds(largest.duration) >= 2 * delay_s
+
+
+@pytest.mark.slow
+def test_preemption_is_found_and_the_sequence_with_the_blocks_blamed(tmp_path: Path) -> None:
+    # A pool of little more than one sequence.
+    model = simulated_model(tmp_path / "model", 4096)
+    options = [*SIMULATED, "--gpu-memory-utilization", "0.009"]
+    with (
+        running_service(tmp_path, model, worker_options=options) as service,
+        ThreadPoolExecutor(1) as pool,
+    ):
+
+        def attempt(number: int) -> bool:
+            mine = _request(f"mine-{number}", 1500, 1000)
+            asked: list[Future[Answer]] = []
+            plant = lambda: asked.append(pool.submit(generate, service.stub, mine))  # noqa: E731
+            _beside(service.stub, _request(f"older-{number}", 2000, 2000), plant)
+            part = _parts(asked[0].result()).get(Stage.PREEMPTED)
+            return part is not None and part.blame.request_id == f"older-{number}"
+
+        _until_planted(attempt)
+
+
+@pytest.mark.slow
+def test_neighbours_are_found_and_one_is_blamed(tmp_path: Path) -> None:
+    # Each sequence makes a step longer.
+    with _service(tmp_path) as service, ThreadPoolExecutor(32) as pool:
+
+        def attempt(number: int) -> bool:
+            others = [_request(f"other-{number}-{i}", 2000, 500) for i in range(32)]
+            asked: list[Future[Answer]] = []
+            plant = lambda: asked.extend(pool.submit(generate, service.stub, each) for each in others)  # noqa: E731
+            mine = _beside(service.stub, _request(f"mine-{number}", 20, 1000), plant)
+            for future in asked:
+                future.result()
+            part = _parts(mine).get(Stage.NEIGHBOURS)
+            return part is not None and part.blame.request_id in {each.request_id for each in others}
+
+        _until_planted(attempt)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 
 import pytest
@@ -9,7 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.errors import QueueFullError
-from router.prompts.text_queue import TextJob, TextPool, TextQueue
+from common.telemetry.ledger import Blame, Ledger
+from common.telemetry.names import Stage
+from router.prompts.text_queue import TextJob, TextPool, TextQueue, ThreadTurn, ThreadTurns
 
 
 def job(tenant: str = "a", size: int = 1, pool: TextPool = TextPool.LONG) -> TextJob:
@@ -147,3 +150,11 @@ def test_text_queue_counts_are_right_after_any_operations(operations: list[tuple
             waiting.remove(chosen)
             running.append(chosen)
     assert not waiting
+
+
+def test_request_that_had_the_threads_longest_is_blamed_for_the_wait() -> None:
+    turns, ledger = ThreadTurns(), Ledger(Stage.TOKENIZE_QUEUE, 10.0)
+    for name, began, ended in (("a", 8.0, 11.0), ("b", 11.0, 12.0), ("b", 12.0, math.inf), ("mine", 9.0, 20.0)):
+        turns.add(ThreadTurn(name, "t", began, ended))
+    assert turns.longest(ledger, 14.0, "mine") == Blame("b", "t", 3.0)
+    assert turns.longest(Ledger(Stage.TOKENIZE_QUEUE, 14.0), 14.0, "mine") is None
