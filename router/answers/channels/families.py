@@ -164,6 +164,9 @@ MISTRAL_NAMED: Final[Mapping[str, Any]] = {
 }
 NEMOTRON: Final = _list({"open": "<TOOLCALL>"}, "</TOOLCALL>", "<SPECIAL_11>Assistant\n")
 JAMBA: Final = _list({"open": "<tool_calls>"}, "</tool_calls>", "<|assistant|>")
+# Granite 3 ends its calls with the answer, Phi-4-mini with a token.
+GRANITE: Final = _list({"open": "<|tool_call|>"}, "", "<|start_of_role|>assistant<|end_of_role|>")
+PHI: Final = _list({"open": "<|tool_call|>"}, "<|/tool_call|>", "<|assistant|>")
 # xLAM: the array of calls is the whole answer.
 XLAM: Final = _list({"open_pattern": r'\A\s*(?=\[\s*\{\s*"name")'}, "", _CHATML)
 KIMI: Final[Mapping[str, Any]] = {
@@ -208,6 +211,21 @@ LFM: Final[Mapping[str, Any]] = {
             "close": "<|tool_call_end|>",
             "content": "python-call-list",
             "content_args": {"line_ends": True},
+            "transform_each": True,
+            "transform": _LISTED_CALL,
+        },
+        "content": {},
+    },
+}
+# OLMo 3: calls in Python syntax, one a line.
+OLMO: Final[Mapping[str, Any]] = {
+    "start_anchor": _CHATML,
+    "fields": {
+        "thinking": _THINK,
+        "tool_calls": {
+            "open": "<function_calls>",
+            "close": "</function_calls>",
+            "content": "python-call-lines",
             "transform_each": True,
             "transform": _LISTED_CALL,
         },
@@ -281,8 +299,11 @@ SPECS: Final[Mapping[str, Mapping[str, Any]]] = {
     "mistral_named": MISTRAL_NAMED,
     "nemotron": NEMOTRON,
     "jamba": JAMBA,
+    "granite": GRANITE,
+    "phi": PHI,
     "minimax": MINIMAX,
     "lfm": LFM,
+    "olmo": OLMO,
     "gigachat": GIGACHAT,
     "functionary": FUNCTIONARY,
     "llama": LLAMA,

@@ -136,6 +136,8 @@ STYLES: Final[Mapping[str, CallStyle]] = {
     ),
     "nemotron": _array("<TOOLCALL>", "</TOOLCALL>", ("<TOOLCALL>", "</TOOLCALL>")),
     "jamba": _array("<tool_calls>", "</tool_calls>", ("<tool_calls>", "</tool_calls>")),
+    "granite": _array("<|tool_call|>", "", ("<|tool_call|>",)),
+    "phi": _array("<|tool_call|>", "<|/tool_call|>", ("<|tool_call|>", "<|/tool_call|>")),
     "xlam": replace(_array("", "", ()), reasoning=("", "")),
     "kimi": CallStyle(
         (f"<|tool_call_begin|>functions.{{name}}:{DIGITS}<|tool_call_argument_begin|>",),

@@ -92,9 +92,10 @@ def _line_values(text: str, arguments: Arguments) -> dict[str, Any]:
 
 
 class _CallList:
-    """Parses a list of calls in Python syntax, such as `[f(a=1), g()]`."""
+    """Parses calls in Python syntax: a list, such as `[f(a=1), g()]`, or one a line."""
 
     _BLANKS: Final = regex.compile(r"[ \t\n\r]*")
+    _LINE_END: Final = regex.compile(r"[ \t\r]*(?:[\n,]|\Z)")
     _NAME: Final = regex.compile(r"[A-Za-z_][A-Za-z0-9_]*(?:[-.][A-Za-z0-9_]+)*")
     _NUMBER: Final = regex.compile(r"-?(?:0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
     _STRING: Final = regex.compile(r"""'((?:[^'\\\n\r]|\\.)*)'|"((?:[^"\\\n\r]|\\.)*)\"""", flags=regex.DOTALL)
@@ -118,6 +119,15 @@ class _CallList:
         calls = self._items("]", self._call)
         if self._match(self._BLANKS) is not None and self._at != len(self._text):
             self._fail("something stands behind the list")
+        return calls
+
+    def read_lines(self) -> list[dict[str, Any]]:
+        """Returns the calls, one a line, with name and arguments."""
+        calls = []
+        while self._match(self._BLANKS) is not None and self._at != len(self._text):
+            calls.append(self._call())
+            if self._match(self._LINE_END) is None:
+                self._fail("something stands behind a call")
         return calls
 
     def _fail(self, problem: str) -> NoReturn:
@@ -249,6 +259,8 @@ PARSERS: Final[Mapping[str, Callable[[str, Arguments], Any]]] = {
     "xml-inline": _tag_values,
     "kv-lines": _line_values,
     "python-call-list": lambda text, arguments: _call_list(text, arguments).read(),
+    # Unknown to transformers.
+    "python-call-lines": lambda text, arguments: _call_list(text, arguments).read_lines(),
 }
 
 

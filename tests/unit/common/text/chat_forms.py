@@ -104,6 +104,10 @@ CALLS: Final = {
     "mistral_named, with ids": f"{_EACH}[TOOL_CALLS]{_NAME}[CALL_ID]{{{{ c.id }}}}[ARGS]{_ARGUMENTS}{{% endfor %}}",
     "nemotron": f"{{% if m.tool_calls %}}<TOOLCALL>[{_EACH}{_OBJECT}{_COMMA}{{% endfor %}}]</TOOLCALL>{{% endif %}}",
     "jamba": f"{{% if m.tool_calls %}}<tool_calls>[{_EACH}{_OBJECT}{_COMMA}{{% endfor %}}]</tool_calls>{{% endif %}}",
+    "granite": f"{{% if m.tool_calls %}}<|tool_call|>[{_EACH}{_OBJECT}{_COMMA}{{% endfor %}}]{{% endif %}}",
+    "phi": f"{{% if m.tool_calls %}}<|tool_call|>[{_EACH}{_OBJECT}{_COMMA}{{% endfor %}}]<|/tool_call|>{{% endif %}}",
+    "olmo": f"{{% if m.tool_calls %}}<function_calls>{_EACH}{_NAME}({_ITEMS}{{{{ k }}}}={{{{ v | tojson }}}}"
+    "{{ ', ' if not loop.last }}{% endfor %}){{ '\\n' if not loop.last }}{% endfor %}</function_calls>{% endif %}",
     "minimax": "{% if m.tool_calls %}\\n<minimax:tool_call>\\n"
     + _EACH
     + f'<invoke name="{_NAME}">\\n{_ITEMS}<parameter name="{{{{ k }}}}">{_TEXT}</parameter>\\n'

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from hypothesis import strategies as st
+from transformers.utils.chat_parsing import content_parsers
 
 from router.answers.channels import families
 
@@ -141,6 +143,19 @@ class Family:
         )
         return thought + answer.content + (f"<|tool_call_start|>[{calls}]<|tool_call_end|>" if calls else "")
 
+    def _olmo(self, answer: Answer, thought: str) -> str:
+        calls = "\n".join(
+            f"{name}({', '.join(f'{key}={json.dumps(value)}' for key, value in args.items())})"
+            for name, args in answer.calls
+        )
+        return thought + answer.content + (f"<function_calls>{calls}</function_calls>" if calls else "")
+
+    def _granite(self, answer: Answer, thought: str) -> str:
+        return thought + answer.content + _array(answer, "<|tool_call|>", "")
+
+    def _phi(self, answer: Answer, thought: str) -> str:
+        return thought + answer.content + _array(answer, "<|tool_call|>", "<|/tool_call|>")
+
     def _gigachat(self, answer: Answer, thought: str) -> str:
         calls = (f"<|function_call|>{_object(name, args)}" for name, args in answer.calls[:1])
         return thought + answer.content + "".join(calls)
@@ -214,6 +229,9 @@ FAMILIES = (
     Family("mistral_named", families.MISTRAL_NAMED, "", ("[THINK]", "[/THINK]", "[TOOL_CALLS]", "[ARGS]", "[")),
     Family("nemotron", families.NEMOTRON, "<think>\n", (*_THINK, "<TOOLCALL>", "</TOOLCALL>", "]")),
     Family("jamba", families.JAMBA, "", (*_THINK, "<tool_calls>", "</tool_calls>", "]")),
+    Family("granite", families.GRANITE, "", (*_THINK, "<|tool_call|>", "]")),
+    Family("phi", families.PHI, "", (*_THINK, "<|tool_call|>", "<|/tool_call|>", "]")),
+    Family("olmo", families.OLMO, "", (*_THINK, "<function_calls>", "</function_calls>", ")", "(")),
     Family("xlam", families.XLAM, "", ("[", "]", '{"name"')),
     Family("functionary", families.FUNCTIONARY, "", ("<function=f>", "</function>", "<|eom_id|>")),
     Family("lfm", families.LFM, "", (*_THINK, "<|tool_call_start|>", "<|tool_call_end|>", "]", "(")),
@@ -224,6 +242,25 @@ FAMILIES = (
         "harmony", families.HARMONY, "", ("<|channel|>", "<|message|>", "<|end|>", "<|start|>assistant", "<|call|>")
     ),
 )
+
+_CUT = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|[(\[{]|[)\]}]|\n""", flags=re.DOTALL)
+
+
+def _lines(text: str, args: dict[str, Any]) -> Any:
+    """Reads calls one a line as transformers reads a list: line ends outside strings and brackets become commas."""
+    lines, depth, start = [], 0, 0
+    for match in _CUT.finditer(text):
+        depth += (match[0] in "([{") - (match[0] in ")]}")
+        if match[0] == "\n" and not depth:
+            lines.append(text[start : match.start()])
+            start = match.end()
+    lines.append(text[start:])
+    written = ", ".join(line for line in lines if line.strip())
+    return content_parsers.CONTENT_PARSERS["python-call-list"](f"[{written}]", args)
+
+
+# transformers has no parser of OLMo's form.
+content_parsers.CONTENT_PARSERS["python-call-lines"] = _lines
 
 # Words that are recognized in any surrounding text.
 _words = st.integers(0, 999).map(lambda n: f"w{n:03d}")
