@@ -23,7 +23,7 @@ from common.rpc.tls import ServerTls
 from common.telemetry.tracing import SpanFactory
 from router.api.in_flight import InFlightCalls
 from router.api.rpc_scope import Context, RpcScope
-from router.api.scaling import ScalingLoad, ScalingTrigger, scaling_load
+from router.api.scaling import ScalingTrigger, has_work, scaling_load
 from router.api.shutdown import OpenCalls
 from router.workers.worker_pool import WorkerPool
 
@@ -64,7 +64,7 @@ class ExternalScalerService(ExternalScalerServicer):
         """Says whether the model of a trigger has work."""
         async with RpcScope(self._tracing, context, "IsActive", service=SERVICE):
             trigger = ScalingTrigger.from_metadata(request.scalerMetadata)
-            return kpb.IsActiveResponse(result=self._load(trigger).is_active)
+            return kpb.IsActiveResponse(result=self._is_active(trigger))
 
     async def StreamIsActive(self, request: kpb.ScaledObjectRef, context: Context) -> None:  # type: ignore[override]
         """Says so at once, and within FIGURES_EVERY_S of a change."""
@@ -73,7 +73,7 @@ class ExternalScalerService(ExternalScalerServicer):
             async with self._stream():
                 said = None
                 while True:
-                    if (is_active := self._load(trigger).is_active) != said:
+                    if (is_active := self._is_active(trigger)) != said:
                         await context.write(kpb.IsActiveResponse(result=is_active))
                         said = is_active
                     await asyncio.sleep(FIGURES_EVERY_S)
@@ -96,11 +96,12 @@ class ExternalScalerService(ExternalScalerServicer):
         async with RpcScope(self._tracing, context, "GetMetrics", service=SERVICE):
             trigger = ScalingTrigger.from_metadata(request.scaledObjectRef.scalerMetadata)
             metric = trigger.metric(request.metricName)
-            value = kpb.MetricValue(metricName=metric.name, metricValueFloat=metric.value(self._load(trigger)))
+            load = scaling_load(trigger.model, self._calls, self._pool.workers(), self._clock())
+            value = kpb.MetricValue(metricName=metric.name, metricValueFloat=metric.value(load))
             return kpb.GetMetricsResponse(metricValues=[value])
 
-    def _load(self, trigger: ScalingTrigger) -> ScalingLoad:
-        return scaling_load(trigger.model, self._calls, self._pool.workers(), self._clock())
+    def _is_active(self, trigger: ScalingTrigger) -> bool:
+        return has_work(trigger.model, self._calls, self._pool.workers)
 
     @contextlib.asynccontextmanager
     async def _stream(self) -> AsyncIterator[None]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
 from common.errors import InvalidFieldError
 from common.params.options.types import Fraction, seconds
 from router.api.in_flight import InFlightCall
+from router.scheduling.lane import LaneStatus
 from router.workers.session import WorkerState
 from router.workers.worker_record import KnownWorker
 
@@ -42,11 +43,6 @@ class ScalingLoad:
     first_token_age_s: float = 0.0
     outstanding_tokens: int = 0
 
-    @property
-    def is_active(self) -> bool:
-        """True if there is work for a worker."""
-        return bool(self.requests or self.outstanding_tokens)
-
 
 def scaling_load(model: str, calls: Iterable[InFlightCall], workers: Iterable[KnownWorker], now: float) -> ScalingLoad:
     """Load of a model.
@@ -61,22 +57,19 @@ def scaling_load(model: str, calls: Iterable[InFlightCall], workers: Iterable[Kn
         now: monotonic seconds.
     """
     own, waiting, tokens, oldest, oldest_silent = 0, 0, 0, now, now
-    for call in calls:
-        if model and call.model not in ("", model):
-            continue
+    for call in _of_model(model, calls):
         own += 1
-        streams = call.streams
-        if not any(stream.session is not None for stream in streams):
+        is_running = has_tokens = False
+        for stream in call.streams:
+            is_running = is_running or stream.session is not None
+            has_tokens = has_tokens or stream.assembly.num_tokens > 0
+        if not is_running:
             waiting += 1
             oldest = min(oldest, call.arrived)
-            tokens += sum(stream.queued.tokens for stream in streams if stream.queued.lane is None)
-        if not any(stream.assembly.num_tokens for stream in streams):
+            tokens += sum(stream.queued.tokens for stream in call.streams if stream.queued.lane is None)
+        if not has_tokens:
             oldest_silent = min(oldest_silent, call.arrived)
-    loads = [
-        worker.load
-        for worker in workers
-        if worker.load is not None and worker.state is not WorkerState.UNCONNECTED and model in ("", worker.model)
-    ]
+    loads = list(_loads(model, workers))
     queue_age = max([now - oldest, *(load.fleet_age_s for load in loads)])
     return ScalingLoad(
         requests=max(own, waiting + sum(load.decoding_seqs + load.waiting_seqs for load in loads)),
@@ -84,6 +77,31 @@ def scaling_load(model: str, calls: Iterable[InFlightCall], workers: Iterable[Kn
         first_token_age_s=max(now - oldest_silent, queue_age),
         outstanding_tokens=tokens + sum(load.outstanding_tokens + load.elsewhere_tokens for load in loads),
     )
+
+
+def has_work(model: str, calls: Iterable[InFlightCall], workers: Callable[[], Iterable[KnownWorker]]) -> bool:
+    """True if a model has a request. Unlike the whole load it is cheap in a busy router, which it is asked often.
+
+    Args:
+        model: as for `scaling_load`.
+        calls: as for `scaling_load`.
+        workers: returns all workers; called only if no call of this router is of the model.
+    """
+    return any(_of_model(model, calls)) or any(
+        load.decoding_seqs or load.waiting_seqs or load.outstanding_tokens or load.elsewhere_tokens
+        for load in _loads(model, workers())
+    )
+
+
+def _of_model(model: str, calls: Iterable[InFlightCall]) -> Iterator[InFlightCall]:
+    return (call for call in calls if not model or call.model in ("", model))
+
+
+def _loads(model: str, workers: Iterable[KnownWorker]) -> Iterator[LaneStatus]:
+    """Loads of the connected workers of a model."""
+    for worker in workers:
+        if worker.load is not None and worker.state is not WorkerState.UNCONNECTED and model in ("", worker.model):
+            yield worker.load
 
 
 @dataclass(frozen=True, slots=True)

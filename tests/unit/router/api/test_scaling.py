@@ -9,7 +9,7 @@ import pytest
 
 from common.errors import InvalidFieldError
 from router.api.in_flight import InFlightCall
-from router.api.scaling import ScalingLoad, ScalingTrigger, scaling_load
+from router.api.scaling import ScalingLoad, ScalingTrigger, has_work, scaling_load
 from router.scheduling.lane import LaneStatus
 from router.workers.session import WorkerState
 from router.workers.worker_record import KnownWorker
@@ -35,14 +35,14 @@ def worker(model: str = "m", state: WorkerState = WorkerState.SERVING, **load: A
 
 def test_nothing_is_no_load() -> None:
     assert scaling_load("m", [], [], NOW) == ScalingLoad()
-    assert not scaling_load("m", [], [worker()], NOW).is_active
+    assert not has_work("m", [], lambda: [worker()])
 
 
 def test_call_without_a_worker_is_load() -> None:
     """Its prompt is unknown until a worker brings the tokenizer."""
-    load = scaling_load("m", [call(3.0), call(1.0, stream(tokens=40))], [], NOW)
-    assert load == ScalingLoad(2, 3.0, 3.0, 40)
-    assert load.is_active
+    calls = [call(3.0), call(1.0, stream(tokens=40))]
+    assert scaling_load("m", calls, [], NOW) == ScalingLoad(2, 3.0, 3.0, 40)
+    assert has_work("m", calls, list)
 
 
 def test_call_without_a_model_counts_for_each() -> None:
@@ -61,7 +61,9 @@ def test_running_calls_are_counted_by_the_workers() -> None:
 
 def test_request_on_its_way_is_active() -> None:
     """The worker has not reported it yet."""
-    assert scaling_load("m", [call(1.0, stream(runs=True))], [worker()], NOW).is_active
+    calls = [call(1.0, stream(runs=True))]
+    assert scaling_load("m", calls, [worker()], NOW).requests == 1
+    assert has_work("m", calls, lambda: [worker()])
 
 
 def test_request_in_a_lane_is_counted_once() -> None:
@@ -71,16 +73,18 @@ def test_request_in_a_lane_is_counted_once() -> None:
 
 
 def test_queues_of_other_routers_are_counted() -> None:
-    load = scaling_load("m", [], [worker(elsewhere_tokens=500, fleet_age_s=1.5)], NOW)
-    assert load == ScalingLoad(0, 1.5, 1.5, 500)
-    assert load.is_active
+    workers = [worker(elsewhere_tokens=500, fleet_age_s=1.5)]
+    assert scaling_load("m", [], workers, NOW) == ScalingLoad(0, 1.5, 1.5, 500)
+    assert has_work("m", [], lambda: workers)
 
 
 def test_workers_of_other_models_and_lost_ones_do_not_count() -> None:
     busy: dict[str, Any] = {"decoding_seqs": 3, "outstanding_tokens": 9}
     workers = [worker("other", **busy), worker(state=WorkerState.UNCONNECTED, **busy)]
     assert scaling_load("m", [], workers, NOW) == ScalingLoad()
+    assert not has_work("m", [call(1.0, model="other")], lambda: workers)
     assert scaling_load("", [], workers, NOW).requests == 3
+    assert has_work("other", [], lambda: workers)
 
 
 def test_trigger_metrics_have_targets_and_values() -> None:
