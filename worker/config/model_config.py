@@ -16,6 +16,8 @@ from common.limits import MAX_CONFIG_FILE_BYTES
 from common.params.sampling_params import SamplingParams, model_defaults
 from common.wire.heads import CLASSIFIER, NO_HEAD, OUTPUT_HEAD, Head
 from worker.config.architectures import draft_head_arch_dict, model_type, parted, support_model_arch_dict
+from worker.config.gguf_config import gguf_config
+from worker.config.gguf_file import gguf_files, read_gguf
 from worker.config.quantization import parse_quantization
 from worker.config.stored_names import stored_names
 from worker.config.transformers_config import is_of_other_model, read_settings
@@ -131,7 +133,7 @@ class ModelConfig:
         """Reads and checks a checkpoint's configuration.
 
         Args:
-            path: the folder.
+            path: the folder, or a GGUF file.
             architectures: that it may have.
             settings: `source` of the same checkpoint, read by another process; avoids the import of `transformers`.
 
@@ -139,17 +141,13 @@ class ModelConfig:
             ModelError: the folder or a file is missing or malformed, or the model is not supported.
         """
         folder = Path(path)
-        if not folder.is_dir():
-            raise ModelError(f"model folder {folder} does not exist; give a Hugging Face checkpoint folder")
-        config = _read_json(folder / "config.json")
-        if config is None:
-            raise ModelError(f"{folder} has no config.json; give a Hugging Face checkpoint folder")
+        source, config = read_config(folder)
         generation = _read_json(folder / "generation_config.json") or {}
         try:
             parsed = _parse(config, generation, architectures, settings)
         except (KeyError, OverflowError, TypeError, ValueError) as error:
             what = f"{error} is missing" if isinstance(error, KeyError) else str(error)
-            raise ModelError(f"{folder / 'config.json'} cannot be used: {what}") from error
+            raise ModelError(f"{source} cannot be used: {what}") from error
         needs_head = parsed.generates and not parsed.tie_word_embeddings
         return replace(parsed, head=NO_HEAD) if needs_head and _is_decoder_alone(folder) else parsed
 
@@ -250,6 +248,26 @@ def _as_model_error() -> Iterator[None]:
         yield
     except ValueError as error:
         raise ModelError(f"config.json: {error}") from None
+
+
+def read_config(model: Path) -> tuple[Path, dict[str, Any]]:
+    """Entries of config.json, with the file they come from: a folder's own, or the metadata of a GGUF file.
+
+    Raises:
+        ModelError: there is no model, or the file is malformed.
+    """
+    try:
+        files = gguf_files(model)
+        if files:
+            return files[0], gguf_config(read_gguf(files))
+    except UnreadableFileError as error:
+        raise ModelError(str(error)) from None
+    if not model.is_dir():
+        raise ModelError(f"model folder {model} does not exist; give a Hugging Face checkpoint folder or a GGUF file")
+    config = _read_json(model / "config.json")
+    if config is None:
+        raise ModelError(f"{model} has no config.json; give a Hugging Face checkpoint folder or a GGUF file")
+    return model / "config.json", config
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:

@@ -1,4 +1,4 @@
-"""The tokenizer of a model, from the files of its folder."""
+"""The tokenizer of a model, from the files of its folder or from its GGUF file."""
 
 from __future__ import annotations
 
@@ -6,18 +6,27 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from common.files import UnreadableFileError
 from common.text.tokenizer import (
     Tokenizer,
+    TokenizerError,
     named_special_tokens,
     read_json,
     tokenizer_fault,
     tokenizer_files,
 )
+from worker.config.gguf_file import gguf_files, read_gguf
+from worker.config.gguf_tokenizer import gguf_tokenizer_files
 from worker.config.published_tokenizer import converted_tokenizer, published_file
 
 
 def has_tokenizer(model: str | Path) -> bool:
-    """True if a model has a tokenizer, also one that cannot be used."""
+    """True if a model has a tokenizer, also one that cannot be used; each GGUF file should have one."""
+    try:
+        if gguf_files(Path(model)):
+            return True
+    except UnreadableFileError:
+        return True
     return (Path(model) / "tokenizer.json").is_file() or published_file(Path(model)) is not None
 
 
@@ -25,11 +34,17 @@ def model_tokenizer_files(model: str | Path) -> dict[str, bytes]:
     """Contents of the tokenizer's files, by name: see `common.text.tokenizer.tokenizer_files`.
 
     Args:
-        model: a checkpoint folder.
+        model: a checkpoint folder, or a GGUF file.
 
     Raises:
         TokenizerError: there is no tokenizer, or a file cannot be read.
     """
+    try:
+        files = gguf_files(Path(model))
+        if files:
+            return gguf_tokenizer_files(read_gguf(files))
+    except UnreadableFileError as error:
+        raise TokenizerError(str(error)) from None
     return tokenizer_files(model, converted_tokenizer(Path(model)))
 
 

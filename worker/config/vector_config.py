@@ -14,8 +14,8 @@ from typing import Any, Final
 from common.files import UnreadableFileError, read_json_file
 from common.limits import MAX_CONFIG_FILE_BYTES
 from common.params.pooling import LAST, MEAN, Pooling
-from common.text.tokenizer import Tokenizer
 from worker.config.model_config import ModelError
+from worker.config.model_tokenizer import model_tokenizer
 
 # Names of the ways in both forms of the file.
 _POOLINGS: Final[dict[str, Pooling]] = {
@@ -106,7 +106,7 @@ def _token_ids(folder: str | Path, texts: object) -> list[int | None]:
     """Ids of the tokens for yes and no; config.json lists them as no, yes."""
     if not (isinstance(texts, list) and len(texts) == 2 and all(isinstance(text, str) for text in texts)):
         raise ModelError(f'config.json: {_CLASSIFIER} is {texts!r}; the texts of two tokens, ["no", "yes"], are needed')
-    tokenizer = Tokenizer.from_folder(folder)
+    tokenizer = model_tokenizer(folder)
     found = [tokenizer.encode_inside(text) for text in reversed(texts)]
     return [ids[0] if len(ids) == 1 else None for ids in found]
 

@@ -17,8 +17,10 @@ from common.limits import MAX_WEIGHT_INDEX_BYTES
 from common.params.config_parts import QuantizationConfig
 from kernels.grouped_weight import GroupedWeight
 from kernels.interface import QuantizedWeight
+from worker.config.gguf_file import GgufModel, gguf_files, read_gguf
 from worker.config.model_config import ModelError
 from worker.config.stored_names import INDEX_FILE
+from worker.weights.gguf_tensors import find_gguf_tensors
 from worker.weights.grouped_tensors import GroupedTensor
 from worker.weights.safetensors_file import Entry, Shape, header_bytes, read_entries
 from worker.weights.stored_tensors import Files, Index, MatrixPart, QuantizedTensor, StoredTensor
@@ -206,7 +208,7 @@ def load_weights(
     """Finds every expected tensor of a checkpoint, reading headers only.
 
     Args:
-        folder: checkpoint folder with safetensors.
+        folder: checkpoint folder with safetensors, or a GGUF file.
         expected: name and shape of every tensor of the model.
         progress: see Weights.
         optional: likewise, of those that the checkpoint need not have.
@@ -217,6 +219,9 @@ def load_weights(
         ModelError: there are no safetensors, a file is damaged, or tensors are missing, surplus, or of another shape
             or dtype; the message names them.
     """
+    gguf = _gguf(Path(folder))
+    if gguf is not None:
+        return Weights(find_gguf_tensors(gguf, expected), progress)
     entries: dict[str, Entry] = {}
     for file in _files(Path(folder)):
         entries.update(read_entries(file))
@@ -234,20 +239,20 @@ def _is_decoder_alone(expected: Mapping[str, Shape], entries: Mapping[str, Entry
 def weights_digest(folder: Path | str) -> str:
     """sha256 (hex) that identifies a checkpoint. It is part of the numerics class, and no stream moves to another one.
 
-    Covers config.json; each safetensors file's name, size and header; and its data: all of a file of up to 64 MiB, else
-    256 windows of 64 KiB spread evenly from the first byte to the last. A change in a large file that misses every
+    Covers config.json; each file of weights: its name, size and header; and its data: all of a file of up to 64 MiB,
+    else 256 windows of 64 KiB spread evenly from the first byte to the last. A change in a large file that misses every
     window goes unseen.
     """
     digest = hashlib.sha256()
-    files = _files(Path(folder))
-    for file in [Path(folder) / "config.json", *files]:
+    files, gguf = _files(Path(folder)), _gguf(Path(folder))
+    for file in files if gguf is not None else [Path(folder) / "config.json", *files]:
         size = file.stat().st_size
         digest.update(f"{file.name}:{size}\n".encode())
         with file.open("rb") as stream:
             if size <= DIGEST_WHOLE_BYTES:
                 digest.update(stream.read())
                 continue
-            digest.update(stream.read(header_bytes(file)))
+            digest.update(stream.read(header_bytes(file) if gguf is None else gguf.header_bytes(file)))
             for sample in range(DIGEST_SAMPLES):
                 stream.seek((size - DIGEST_WINDOW_BYTES) * sample // (DIGEST_SAMPLES - 1))
                 digest.update(stream.read(DIGEST_WINDOW_BYTES))
@@ -265,7 +270,19 @@ def weight_files(folder: Path | str) -> tuple[tuple[str, int, int], ...]:
     return tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)
 
 
+def _gguf(model: Path) -> GgufModel | None:
+    """Content of the model's GGUF files; None for a checkpoint folder."""
+    try:
+        files = gguf_files(model)
+        return read_gguf(files) if files else None
+    except UnreadableFileError as error:
+        raise ModelError(str(error)) from None
+
+
 def _files(folder: Path) -> list[Path]:
+    gguf = _gguf(folder)
+    if gguf is not None:
+        return sorted({gguf.path, *(tensor.file for tensor in gguf.tensors.values())})
     index = folder / INDEX_FILE
     if index.exists():
         names = sorted(set(_weight_map(index).values()))

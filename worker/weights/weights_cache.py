@@ -308,6 +308,9 @@ class WeightsCache:
 _PACKING_PACKAGES: Final = ("kernels", "worker/model/layers", "worker/model/models", "worker/weights")
 _PACKING_MODULES: Final = (
     "worker/config/architectures",
+    "worker/config/gguf_config",
+    "worker/config/gguf_file",
+    "worker/config/gguf_tokenizer",
     "worker/config/model_config",
     "worker/config/quantization",
     "worker/config/shares",

@@ -1,0 +1,70 @@
+"""GGUF files against the checkpoints that they are worth, in transformers and float32."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.checkpoints import make_checkpoint
+from tests.covering import slow_but
+from tests.gguf_files import QUANTIZED, convert
+from tests.parity.test_models import Models, load_reference, longrope, make_runner
+
+WIDE: dict[str, Any] = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 32,
+    "num_hidden_layers": 2,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128}
+# A file -> architecture and shape of the checkpoint, type of the file's matrices.
+FILES: dict[str, tuple[str, dict[str, Any], str]] = {
+    **{f"llama-{kind}": ("llama", {}, kind) for kind in QUANTIZED},
+    "llama-rope-freqs-untied": ("llama", {"rope_parameters": LLAMA3, "tie_word_embeddings": False}, "Q4_K"),
+    "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True}, "Q8_0"),
+    "qwen2-yarn": ("qwen2", {"rope_parameters": YARN}, "Q5_K"),
+    "qwen3-untied": ("qwen3", {"tie_word_embeddings": False, "head_dim": 48}, "Q6_K"),
+    "qwen2-moe": ("qwen2_moe", {"moe_intermediate_size": 256, "shared_expert_intermediate_size": 256}, "Q4_K"),
+    "qwen3-moe": ("qwen3_moe", {"moe_intermediate_size": 256}, "Q4_K"),
+    "granite": ("granite", {}, "Q4_0"),
+    "smollm3": ("smollm3", {"num_hidden_layers": 5, "no_rope_layer_interval": 4}, "Q4_1"),
+    "phi3-longrope-partial": ("phi3", {"rope_parameters": longrope(12, partial_rotary_factor=0.75)}, "Q4_K"),
+}
+KEPT = {"llama-Q4_K", "llama-Q6_K", "llama-rope-freqs-untied", "qwen2-yarn", "qwen3-moe"}
+
+
+@pytest.fixture(scope="module", params=slow_but(KEPT, list(FILES)))
+def models(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Models:
+    architecture, shape, kind = FILES[request.param]
+    folder = make_checkpoint(tmp_path_factory.mktemp(request.param), architecture, **{**WIDE, **shape})
+    file: Path = folder / "m.gguf"
+    file.write_bytes(convert(folder, kind).to_bytes())
+    return Models(load_reference(folder), make_runner(file))
+
+
+@pytest.mark.parametrize("length", [1, 65, 300])
+def test_log_probabilities(models: Models, length: int) -> None:
+    """To 1e-5 of the largest logit."""
+    prompt = models.random_prompts([length], seed=length)[0]
+    ours, expected = models.logits(prompt, 0), models.reference.logits(prompt)[-1]
+    error = (ours.log_softmax(-1) - expected.log_softmax(-1)).abs().max() / expected.abs().max()
+    assert error < 1e-5
+
+
+def test_greedy_streams(models: Models) -> None:
+    prompts = models.random_prompts([1, 15, 64, 130], seed=2)
+    for prompt, stream in zip(prompts, models.greedy(prompts), strict=True):
+        expected = models.reference.greedy(prompt)
+        assert stream[: len(expected)] == expected

@@ -1,0 +1,106 @@
+"""Tensors of GGUF files: values exactly as each type's description has them, whole and in parts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from kernels.quantized_weight import as_floats
+from tests.checkpoints import make_checkpoint
+from tests.gguf_files import QUANTIZED, TYPES, GgufContent, convert, float_tensor, values_of
+from worker.config.model_config import ModelConfig, ModelError
+from worker.model.architectures import model_class
+from worker.weights.checkpoint import Weights, load_weights, weight_files, weights_digest
+from worker.weights.gguf_tensors import gguf_weight
+from worker.weights.stored_tensors import MatrixPart
+
+WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8, "head_dim": 32, "num_hidden_layers": 1}
+
+
+@pytest.mark.parametrize("kind", QUANTIZED)
+def test_values_are_exactly_those_of_the_description(kind: str) -> None:
+    """Of blocks of random bytes whose factors are any finite numbers, negative ones and zeros too."""
+    rng = np.random.default_rng(3)
+    _, numbers, size = TYPES[kind]
+    blocks = rng.integers(0, 256, (7, 512 // numbers, size), dtype=np.uint8)
+    factors = rng.normal(size=(7, 512 // numbers, 2)).astype(np.float16)
+    factors[0] = 0.0
+    at = 208 if kind == "Q6_K" else 0
+    blocks[:, :, at : at + 2] = factors[:, :, :1].view(np.uint8)
+    if kind in ("Q4_1", "Q4_K", "Q5_K"):
+        blocks[:, :, 2:4] = factors[:, :, 1:].copy().view(np.uint8)
+    stored = blocks.reshape(7, -1)
+    floats = as_floats(gguf_weight(torch.from_numpy(stored), kind))
+    assert torch.equal(floats, torch.from_numpy(values_of(kind, stored)))
+
+
+def written(folder: Path, kind: str, architecture: str = "llama", **shape: object) -> tuple[GgufContent, Weights]:
+    """A file in `folder`, beside the checkpoint that it is worth, with its weights."""
+    make_checkpoint(folder, architecture, **{**WIDE, **shape})  # type: ignore[arg-type]
+    content = convert(folder, kind)
+    (folder / "m.gguf").write_bytes(content.to_bytes())
+    config = ModelConfig.from_folder(folder / "m.gguf")
+    shapes = model_class(config.architecture).tensor_shapes(config)
+    return content, load_weights(folder / "m.gguf", shapes)
+
+
+@pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q4_0", "Q6_K"])
+def test_tensors_and_parts_are_those_of_the_checkpoint(tmp_path: Path, kind: str) -> None:
+    """Queries and keys in their own order of rows, though the file stores them in pairs."""
+    _, weights = written(tmp_path, kind, attention_bias=True)
+    expected = load_file(tmp_path / "model.safetensors")
+    for name, tensor in expected.items():
+        if name in weights:
+            assert torch.equal(weights.take(name, dtype=torch.float32), tensor), name
+    name = "model.layers.0.self_attn.k_proj.weight"
+    rows, columns = slice(3, 41), slice(64, 192)
+    part = weights.take(name, rows, columns, dtype=torch.float32)
+    assert torch.equal(part, expected[name][rows, columns])
+    if kind in QUANTIZED:
+        kept = weights.take_quantized(MatrixPart(name, rows, columns))
+        assert torch.equal(as_floats(kept), expected[name][rows, columns])
+        assert weights.use.kept == {name}
+
+
+def test_experts_are_matrices_of_their_own(tmp_path: Path) -> None:
+    _, weights = written(tmp_path, "Q4_K", "qwen3_moe", moe_intermediate_size=256)
+    expected = load_file(tmp_path / "model.safetensors")
+    for expert in range(7):
+        name = f"model.layers.0.mlp.experts.{expert}.down_proj.weight"
+        assert torch.equal(as_floats(weights.take_quantized(MatrixPart(name))), expected[name])
+
+
+def test_tensors_that_do_not_fit_are_named(tmp_path: Path) -> None:
+    content, _ = written(tmp_path, "Q8_0")
+    content.tensors["blk.0.attn_norm.weight"] = float_tensor("F32", torch.zeros(3))
+    content.tensors["blk.0.extra.weight"] = content.tensors.pop("blk.0.ffn_norm.weight")
+    (tmp_path / "m.gguf").write_bytes(content.to_bytes())
+    config = ModelConfig.from_folder(tmp_path / "m.gguf")
+    with pytest.raises(ModelError) as error:
+        load_weights(tmp_path / "m.gguf", model_class(config.architecture).tensor_shapes(config))
+    for said in (
+        "missing model.layers.0.post_attention_layernorm.weight",
+        "surplus blk.0.extra.weight",
+        "model.layers.0.input_layernorm.weight is [3], expected [256]",
+    ):
+        assert said in str(error.value)
+
+
+def test_digest_changes_with_metadata_and_weights(tmp_path: Path) -> None:
+    content, _ = written(tmp_path, "Q8_0")
+    file = tmp_path / "m.gguf"
+    digests = [weights_digest(file), weights_digest(file)]
+    content.metadata["general.name"] = "x"
+    file.write_bytes(content.to_bytes())
+    digests.append(weights_digest(file))
+    whole = bytearray(content.to_bytes())
+    whole[-9] ^= 1
+    file.write_bytes(whole)
+    digests.append(weights_digest(file))
+    assert digests[0] == digests[1]
+    assert len(set(digests)) == 3
+    assert [name for name, _, _ in weight_files(file)] == ["m.gguf"]
