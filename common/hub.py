@@ -51,6 +51,8 @@ def hub_model(model: str) -> HubModel | None:
 
 
 def default_model_name(model: str) -> str:
-    """The name of a model in requests: that of its folder or its repository, without organization and revision."""
-    hub = hub_model(model)
-    return Path(model).resolve().name if hub is None else hub.name
+    """The name of a model in requests: of its folder, its file or its repository, without suffix and organization."""
+    hub, path = hub_model(model), Path(model).absolute()
+    if hub is not None:
+        return hub.name
+    return re.sub(r"-\d{5}-of-\d{5}$", "", path.stem) if path.is_file() else path.resolve().name

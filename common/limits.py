@@ -200,8 +200,7 @@ MAX_TOKENIZER_BYTES = 256 * MIB
 # which name each tensor.
 MAX_CONFIG_FILE_BYTES = 16 * MIB
 MAX_WEIGHT_INDEX_BYTES = 100 * MIB
-# Of a GGUF file: bytes of its header, values of metadata and tensors, items of an array of metadata, bytes of a
-# vocabulary and of one of its tokens. Published files have headers of up to 30 MB and vocabularies of 262,144 tokens.
+# Of a GGUF file: header, values or tensors, items of an array, vocabulary, token. Published headers have up to 30 MB.
 MAX_GGUF_HEADER_BYTES = 128 * MIB
 MAX_GGUF_ENTRIES = 1 << 16
 MAX_GGUF_ITEMS = 1 << 21

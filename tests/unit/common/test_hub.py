@@ -42,3 +42,6 @@ def test_existing_folder_precedes_hub_model(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.chdir(tmp_path)
     assert hub_model("org/name") is None
     assert default_model_name("org/name") == "name"
+    for file in ("name-Q4_K_M.gguf", "name-Q4_K_M-00001-of-00002.gguf"):
+        (tmp_path / file).touch()
+        assert default_model_name(str(tmp_path / file)) == "name-Q4_K_M"
