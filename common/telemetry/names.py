@@ -36,6 +36,7 @@ STEP_SPAN: Final = "step"
 class Stage(enum.StrEnum):
     """Stages of a request, in the order in which it usually passes them (docs/explanation/where-time-goes.md)."""
 
+    INBOUND = "inbound"
     PREPARE = "prepare"
     MODEL_WAIT = "model_wait"
     TOKENIZE_QUEUE = "tokenize_queue"
@@ -43,6 +44,7 @@ class Stage(enum.StrEnum):
     OWN_QUEUE = "own_queue"
     QUEUE = "queue"
     GATE_HOLD = "gate_hold"
+    GATE_BACKLOG = "gate_backlog"
     PLACEMENT_WAIT = "placement_wait"
     WIRE = "wire"
     WORKER_QUEUE = "worker_queue"

@@ -14,13 +14,20 @@ import grpc
 
 from common.errors import ApiError, RouterFailedError, SlowClientError
 from common.rpc.errors import Metadata, abort
+from common.telemetry.ledger import Ledger
 from common.telemetry.logs import current_request_id
+from common.telemetry.names import Stage
 from common.telemetry.request_record import RequestRecord, begin_record, current_record, shown
+from common.telemetry.trace_context import Metadata as CallMetadata
 from common.telemetry.tracing import SpanFactory
 from router.telemetry.request_span import RequestSpan, request_span
 
 SERVICE = "fissile.v1.InferenceService"
 REQUEST_ID = "x-request-id"
+# Metadata key by which clients and proxies say when they sent a call.
+REQUEST_START = "x-request-start"
+# A longer way is a wrong clock.
+_MAX_INBOUND_S = 60.0
 _MAX_ID_METADATA = 512
 # Metadata values are printable ASCII; the rest of a client's id is percent-encoded.
 _PRINTABLE = "".join(map(chr, range(0x20, 0x7F))).replace("%", "")
@@ -68,8 +75,18 @@ class RpcScope:
         name = f"{service}/{method}"
         self.span = request_span(tracing, name, metadata, operation=operation, peer=context.peer())
         self.record.trace_id = self.span.trace_id
+        self._note_start(metadata)
         self._trailing: Metadata = ((REQUEST_ID, in_metadata), *self.span.trailing_metadata())
         self._first_write: asyncio.Future[bool] | None = None
+
+    def _note_start(self, metadata: CallMetadata | None) -> None:
+        """Begins the ledger when the client sent the call, if it says when."""
+        arrived = self.record.arrived
+        started = str(next((value for key, value in metadata or () if key == REQUEST_START), ""))
+        inbound_s = _age_s(started, time.time()) - (time.monotonic() - arrived) if started else 0.0
+        if inbound_s > 0:
+            self.record.ledger = Ledger(Stage.INBOUND, arrived - inbound_s)
+            self.record.ledger.enter(Stage.PREPARE, arrived)
 
     def add_trailing(self, key: str, value: str | bytes) -> None:
         """Sets one key of the trailing metadata, for any status of the call."""
@@ -154,6 +171,9 @@ class StreamItemScope(RpcScope):
         super().__init__(tracing, context, method, request_id, operation, service)
         self._tell_client = refuse
 
+    def _note_start(self, metadata: CallMetadata | None) -> None:
+        """Does nothing: the metadata is the call's."""
+
     def add_trailing(self, key: str, value: str | bytes) -> None:
         """Does nothing: trailing metadata is the call's."""
 
@@ -178,6 +198,18 @@ class StreamItemScope(RpcScope):
         self.record.close()
         if not isinstance(error, SlowClientError):
             await self._tell_client(error)
+
+
+def _age_s(started: str, now: float) -> float:
+    """Seconds since a Unix time in seconds, milliseconds or microseconds; 0 unless it is plausible."""
+    try:
+        value = float(started.removeprefix("t="))
+    except ValueError:
+        return 0.0
+    for unit in (1.0, 1e3, 1e6):
+        if 0 < now - value / unit <= _MAX_INBOUND_S:
+            return now - value / unit
+    return 0.0
 
 
 async def _write(context: Context, message: object) -> bool:

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from common.delay_gate import DelayGate
 from common.errors import HopelessDeadlineError, QueueFullError
 from common.limits import MAX_QUEUE_RETRY_S, MAX_QUEUED_REQUESTS, MIN_QUEUE_RETRY_S, WORKER_WAIT_S
+from common.telemetry.names import Stage
 from router.scheduling.admission import AdmissionQueue
 from router.scheduling.assignment import LaneAssignment, ReassignmentQueue, Rebalancer
 from router.scheduling.fair_queue import TenantShares
@@ -300,7 +301,8 @@ class Dispatcher:
             group: list[QueuedRequest] = []
             if lane.ready and len(lane):
                 is_open = lane.is_open(now, self._gate)
-                lane.waits.look(now, is_held=not (is_open or lane.is_taken))
+                reason = Stage.GATE_BACKLOG if lane.load.has_waiting else Stage.GATE_HOLD
+                lane.waits.hold(now, None if is_open or lane.is_taken else reason)
                 if is_open:
                     group, serial = lane.release(now)
                     lane.waits.release([request.wait for request in group], now)

@@ -6,7 +6,7 @@ So the cost of a decision does not depend on the number of waiting requests.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from common.telemetry.ledger import Blame
@@ -27,8 +27,8 @@ class QueueWait:
         tenant: its tenant.
         tokens: length of its prompt.
         bound: time at which it was last bound to a lane.
-        gate_before: seconds for which the lane's gate had held requests by then.
-        gate_s: seconds behind closed delay gates.
+        held_before: `LaneWaits.held` of the lane by then.
+        held: seconds behind closed delay gates, by the reason.
         parked_s: seconds without a worker that can serve it.
         own_s: its tenant's share of the time for which it waited for requests at the worker.
         blame: the request at the worker with the largest share of that time, and the stage that it made longer.
@@ -40,8 +40,8 @@ class QueueWait:
     tenant: str = ""
     tokens: int = 0
     bound: float = 0.0
-    gate_before: float = 0.0
-    gate_s: float = 0.0
+    held_before: dict[Stage, float] = field(default_factory=dict)
+    held: dict[Stage, float] = field(default_factory=dict)
     parked_s: float = 0.0
     own_s: float = 0.0
     blame: tuple[Stage, Blame] | None = None
@@ -50,7 +50,7 @@ class QueueWait:
 
     def shares(self) -> dict[Stage, float]:
         """Seconds of the wait by their causes; the rest of the wait is the queue for other tenants' work."""
-        return {Stage.GATE_HOLD: self.gate_s, Stage.PLACEMENT_WAIT: self.parked_s, Stage.OWN_QUEUE: self.own_s}
+        return {**self.held, Stage.PLACEMENT_WAIT: self.parked_s, Stage.OWN_QUEUE: self.own_s}
 
     def weight_within(self, begin: float, end: float) -> float:
         """Share of its worker between `begin` and `end`: seconds there times the length of its prompt."""
@@ -63,39 +63,39 @@ class LaneWaits:
     """Sums of one lane.
 
     Attributes:
-        gate_s: seconds for which its gate held requests, until the last look.
+        held: seconds for which its gate held requests until the last look: GATE_HOLD while the worker only decodes, so
+            that more prompts share a prefill, GATE_BACKLOG while prompts wait at the worker.
     """
 
     def __init__(self) -> None:
-        self.gate_s = 0.0
-        self._is_held = False
+        self.held = {Stage.GATE_HOLD: 0.0, Stage.GATE_BACKLOG: 0.0}
+        self._reason: Stage | None = None
         self._looked = 0.0
         self._released: deque[QueueWait] = deque(maxlen=_MOST_BLAMED)
 
-    def look(self, now: float, *, is_held: bool | None = None) -> None:
-        """Adds the time since the last look.
-
-        Args:
-            now: monotonic seconds.
-            is_held: whether the gate holds requests from now on; None if that is as before.
-        """
-        if self._is_held:
-            self.gate_s += max(0.0, now - self._looked)
+    def look(self, now: float) -> None:
+        """Adds the time since the last look."""
+        if self._reason is not None:
+            self.held[self._reason] += max(0.0, now - self._looked)
         self._looked = now
-        if is_held is not None:
-            self._is_held = is_held
+
+    def hold(self, now: float, reason: Stage | None) -> None:
+        """Notes why the gate holds requests from now on; None if it does not."""
+        self.look(now)
+        self._reason = reason
 
     def enter(self, wait: QueueWait, now: float) -> None:
         """Notes that a request is bound to the lane."""
         self.look(now)
-        wait.bound, wait.gate_before = now, self.gate_s
+        wait.bound, wait.held_before = now, dict(self.held)
 
     def leave(self, wait: QueueWait, now: float) -> None:
         """Adds the causes of a request's wait in this lane, when it leaves it."""
         self.look(now)
-        gate_s = self.gate_s - wait.gate_before
-        wait.gate_s += gate_s
-        queued_s = now - wait.bound - gate_s
+        held = {stage: seconds - wait.held_before.get(stage, 0.0) for stage, seconds in self.held.items()}
+        for stage, seconds in held.items():
+            wait.held[stage] = wait.held.get(stage, 0.0) + seconds
+        queued_s = now - wait.bound - sum(held.values())
         if queued_s < _LEAST_WAIT_S:
             return
         at_worker = [(each.weight_within(wait.bound, now), each) for each in self._released]

@@ -9,7 +9,8 @@ The ledger of a request without a finish, because its client left or its deadlin
 
 A client's clock runs until its last message is there for it to read. So clients that pause do so early, and then have
 as much to read that the router waits for them: a pause while the last message lies in the client's own buffers is
-theirs.
+theirs. Its way to the router is `inbound`, because it says when it called (`x-request-start`); without that the router
+knows of a call only when its event loop gets it, and the figures `without inbound` hold.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from fissile.v1.inference_pb2_grpc import InferenceServiceStub
 
 from common.rpc.durations import to_seconds
 from common.telemetry.names import Stage
+from router.api.rpc_scope import REQUEST_START
 from tests.chaos.support import log_entries
 from tests.e2e.router_bench import SMALL_WINDOW
 from tests.e2e.service import Process, Service, free_port, running
@@ -79,6 +81,12 @@ class Sample(NamedTuple):
         """Share of the client's time that no part explains."""
         return self.unexplained_s / self.client_s
 
+    @property
+    def share_without_inbound(self) -> float:
+        """The same for a client that does not say when it called."""
+        known = sum(seconds for stage, seconds in self.parts.items() if stage != Stage.INBOUND)
+        return max(0.0, self.client_s - known) / self.client_s
+
 
 def mixed(number: int) -> pb.GenerateRequest:
     """The request of this number: the same ones in every run."""
@@ -109,7 +117,8 @@ async def ask(stub: InferenceServiceAsyncStub, number: int) -> Sample | None:
     """Sends one request. None for one that has failed, though its client neither left nor had a deadline."""
     case, made = _CASES.get(number % 20, "plain"), mixed(number)
     began, messages = time.monotonic(), 0
-    call = stub.Generate(made, timeout=_DEADLINE_S if case == "deadline" else 600)
+    sent = ((REQUEST_START, f"t={time.time():.6f}"),)
+    call = stub.Generate(made, timeout=_DEADLINE_S if case == "deadline" else 600, metadata=sent)
     try:
         async for part in call:
             messages += 1
@@ -186,6 +195,7 @@ def _logged(line: dict[str, Any]) -> dict[str, float]:
 def summary(samples: Sequence[Sample]) -> dict[str, object]:
     """Quantiles of unexplained time, as a share of the client's and in milliseconds, and the parts of all time."""
     shares = sorted(100 * each.share for each in samples)
+    bare = sorted(100 * each.share_without_inbound for each in samples)
     left = sorted(1000 * each.unexplained_s for each in samples)
     total, parts = sum(each.client_s for each in samples), Counter[str]()
     for each in samples:
@@ -195,6 +205,7 @@ def summary(samples: Sequence[Sample]) -> dict[str, object]:
         "mean ms": round(1000 * total / len(samples)),
         **{f"% p{100 * q:g}": _at(shares, q) for q in _QUANTILES},
         "% worst": round(shares[-1], 2),
+        **{f"% p{100 * q:g} without inbound": _at(bare, q) for q in _QUANTILES},
         **{f"ms p{100 * q:g}": _at(left, q) for q in _QUANTILES},
         "ms worst": round(left[-1], 2),
         "% of all time": round(100 * sum(each.unexplained_s for each in samples) / total, 3),

@@ -1218,7 +1218,9 @@ class Timings(_message.Message):
 
     @_builtins.property
     def parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___TimePart]:
-        """Parts of `total`, by stage. They do not overlap, and with `unexplained` they add up to `total`."""
+        """Parts of `total`, by stage. They do not overlap, and with `unexplained` they add up to `total`. A further part,
+        `inbound`, comes before it if the call has the metadata `x-request-start`.
+        """
 
     @_builtins.property
     def unexplained(self) -> _duration_pb2.Duration:

@@ -10,11 +10,13 @@ from router.scheduling.lane_waits import LaneWaits, QueueWait
 
 def test_closed_gate_counts_while_it_holds_only() -> None:
     waits, wait = LaneWaits(), QueueWait("mine", "t", 10)
-    waits.look(0.0, is_held=True)
+    waits.hold(0.0, Stage.GATE_HOLD)
     waits.enter(wait, 1.0)
-    waits.look(3.0, is_held=False)
+    waits.hold(3.0, Stage.GATE_BACKLOG)
+    waits.hold(3.5, None)
     waits.release([wait], 7.0)
-    assert wait.shares() == {Stage.GATE_HOLD: 2.0, Stage.PLACEMENT_WAIT: 0.0, Stage.OWN_QUEUE: 0.0}
+    held = {Stage.GATE_HOLD: 2.0, Stage.GATE_BACKLOG: 0.5}
+    assert wait.shares() == {**held, Stage.PLACEMENT_WAIT: 0.0, Stage.OWN_QUEUE: 0.0}
     assert wait.blame is None
 
 
