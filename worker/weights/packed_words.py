@@ -204,7 +204,8 @@ def unpacked(words: torch.Tensor, bits: int, dim: int, places: tuple[int, ...] =
         of_words = of_words[..., list(places)]
     if dim == 1:
         return of_words.flatten(1)
-    return of_words.transpose(1, 2).flatten(0, 1)
+    # Transposed, so that the codes of a word are copied together.
+    return of_words.transpose(0, 1).flatten(1).t()
 
 
 def word_layout(name: str, entries: Mapping[str, Entry], config: LayerQuantConfig) -> WordLayout | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Final
 
 import pytest
@@ -228,3 +229,31 @@ def test_other_published_formats_are_refused_by_name(name: str) -> None:
     with pytest.raises(ValueError, match=problem) as error:
         parse_quantization({"quantization_config": spec})
     assert "\n" not in str(error.value)
+
+
+ODD: Final[tuple[Any, ...]] = (None, "x", -1, 0, 1 << 80, 2.5, True, [], [1], {}, {"x": 1}, ["re:("])
+
+
+def changed(spec: Any, value: Any) -> Iterator[Any]:
+    """The settings with each of them, at any depth, replaced by a value."""
+    if isinstance(spec, dict):
+        for key, own in spec.items():
+            yield {**spec, key: value}
+            yield from ({**spec, key: inner} for inner in changed(own, value))
+
+
+def problem_of(spec: Any) -> str:
+    """The error of settings that are refused; empty if they are read. Any other error fails the test."""
+    try:
+        parse_quantization({"quantization_config": spec})
+    except (ValueError, KeyError) as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("name", list(SERVED))
+def test_odd_settings_are_read_or_refused_in_one_line(name: str) -> None:
+    spec, _ = SERVED[name]
+    for value in ODD:
+        for odd in changed(spec, value):
+            assert "\n" not in problem_of(odd)

@@ -26,6 +26,7 @@ from tests.covering import slow_but
 from tests.quantizers import Floats, Stored, bf16, write_safetensors
 from tests.unit.worker.model.test_sharded_models import on_ranks
 from tests.unit.worker.weights.test_quantized_weights import logits, write_config
+from tests.unit.worker.weights.test_stored_products import set_keeps
 from tests.word_checkpoints import WORD_SCHEMES, WordScheme, nvfp4, pack_checkpoint
 from tests.word_checkpoints import write_config as write_quantization
 from worker.config.model_config import ModelConfig, ModelError
@@ -48,6 +49,12 @@ ROOT = Path(__file__).resolve().parents[4]
 PROMPTS = [[7 + i, 300, 40 + i] * (1 + 3 * i) for i in range(3)]
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=2)
 PARTS = (slice(None), slice(5, 133), slice(129, 131), slice(37, 37))
+
+
+@pytest.fixture
+def keeps_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Back ends keep codes and make floats of them when they pack."""
+    set_keeps(monkeypatch, True)
 
 
 def config(folder: Path) -> Config:
@@ -195,6 +202,15 @@ def test_tensors_that_do_not_fit_are_named(tmp_path: Path, name: str, change: Ch
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("name", ["gptq-act-order", "awq", "compressed-tensors-asymmetric-g128"])
+def test_sizes_of_config_reserve_no_memory(tmp_path: Path, name: str) -> None:
+    """Petabytes, if anything were made of that size before it is compared with the file."""
+    scheme = WORD_SCHEMES[name]
+    stored, _ = scheme.quantize(LAYER, drawn(48, 64))
+    with pytest.raises(ModelError, match=r"is \[.*\], expected \["):
+        weights_of(write(tmp_path, scheme, stored), (1 << 25, 1 << 25))
+
+
 @pytest.mark.parametrize(
     ("name", "change", "problem"),
     [
@@ -313,6 +329,39 @@ def test_models_equal_those_of_dequantized_weights(tmp_path: Path, model: tuple[
         assert (alone["token_ids"], alone["logprobs"]) == batched
 
 
+@pytest.mark.parametrize(
+    ("architecture", "scheme", "kept", "dequantized"),
+    [
+        ("qwen3", "gptq", 7, 0),
+        ("qwen2", "gptq-act-order", 7, 0),
+        ("llama", "awq-channel", 7, 0),
+        ("phi3", "compressed-tensors-asymmetric-g128", 4, 0),
+        ("qwen3_moe", "compressed-tensors", 4 + 7 * 3, 0),
+        # Experts with an order of columns are dequantized.
+        ("mixtral", "gptq-act-order", 4, 5 * 3),
+    ],
+)
+def test_products_keep_codes(
+    tmp_path: Path, keeps_all: None, architecture: str, scheme: str, kept: int, dequantized: int
+) -> None:
+    made(tmp_path, scheme, architecture)
+    found = reasons(tmp_path / "packed", kernels="torch")
+    assert found[:2] == (kept, dequantized), found
+    assert ("experts are stored in an order by activation" in found[2]) == (dequantized > 0)
+    packed, worth = (logits(tmp_path / name, kernels="torch") for name in ("packed", "worth"))
+    assert torch.equal(packed, worth)
+
+
+def test_rank_columns_that_cut_an_order_are_dequantized(tmp_path: Path, keeps_all: None) -> None:
+    made(tmp_path, "gptq-act-order", intermediate_size=512)
+    with capture_logs() as lines:
+        first, _ = on_ranks(tmp_path / "packed", 2, False)
+    used = [(line["kept"], line["dequantized"]) for line in lines if line["event"] == "quantized weights"]
+    # o_proj and down_proj.
+    assert used == [(5, 2)] * 2
+    assert torch.equal(first, on_ranks(tmp_path / "worth", 2, False)[0])
+
+
 @pytest.mark.parametrize("scheme", slow_but({"gptq-act-order", "awq"}, list(WORD_SCHEMES)))
 def test_two_ranks_equal_one_with_dequantized_weights(tmp_path: Path, scheme: str) -> None:
     made(tmp_path, scheme, num_hidden_layers=2, intermediate_size=512)
@@ -407,16 +456,19 @@ def test_nvfp4_tensors_that_do_not_fit_are_named(
     assert problem in str(error.value)
 
 
-def test_parts_in_different_orders_are_dequantized_and_named(tmp_path: Path) -> None:
+def test_parts_in_different_orders_are_dequantized_and_named(tmp_path: Path, keeps_all: None) -> None:
     """Projections of one input may have been quantized one by one."""
     made(tmp_path, "gptq-act-order")
     file = tmp_path / "packed" / "model.safetensors"
-    stored, worth = WORD_SCHEMES["gptq-act-order"].quantize(f"{ATTENTION}.k_proj", drawn(128, 256), seed=1)
+    stored, k_worth = WORD_SCHEMES["gptq-act-order"].quantize(f"{ATTENTION}.k_proj", drawn(128, 256), seed=1)
     save_file(load_file(file) | {name: array for name, (_, array) in stored.items()}, file)
     file = tmp_path / "worth" / "model.safetensors"
-    save_file(load_file(file) | {f"{ATTENTION}.k_proj.weight": worth}, file)
-    expected, found = log_probs(tmp_path / "worth"), log_probs(tmp_path / "packed")
-    assert float((found - expected).abs().max()) < 1e-5
+    save_file(load_file(file) | {f"{ATTENTION}.k_proj.weight": k_worth}, file)
+    found = reasons(tmp_path / "packed", kernels="torch")
+    assert found[:2] == (4, 3)
+    assert "parts of the product order their columns differently: 3" in found[2]
+    packed, worth = (logits(tmp_path / name, kernels="torch") for name in ("packed", "worth"))
+    assert torch.equal(packed, worth)
 
 
 def test_head_in_codes_is_served(tmp_path: Path) -> None:
