@@ -242,8 +242,9 @@ class Routing:
         scoring: `softmax` over all experts, `sigmoid` of each, or `topk_softmax` over the chosen ones.
         renormalize: whether the weights of the chosen add up to 1; not for `topk_softmax`, whose do.
         num_groups: groups of neighbouring experts; 1 for none.
-        top_groups: groups that experts are chosen from, by the sum of their two best.
+        top_groups: groups that experts are chosen from, by the sum of their `group_best` best.
         scale: of the weights, at last.
+        group_best: 2, or 1.
     """
 
     top_k: int
@@ -252,6 +253,7 @@ class Routing:
     num_groups: int = 1
     top_groups: int = 1
     scale: float = 1.0
+    group_best: int = 2
 
 
 @dataclass(frozen=True)

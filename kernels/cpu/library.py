@@ -83,7 +83,7 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
             *(_POINTER, _POINTER, _INT, _POINTER),
         ),
     ),
-    "fissile_route": (ctypes.c_int, (_POINTER, *[_INT] * 3, _POINTER, *[_INT] * 5, _FLOAT, _POINTER, _POINTER)),
+    "fissile_route": (ctypes.c_int, (_POINTER, *[_INT] * 3, _POINTER, *[_INT] * 6, _FLOAT, _POINTER, _POINTER)),
 }
 # Codes of kernels/cpu/native/kernels.hpp; other dtypes are PyTorch's.
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}

@@ -37,6 +37,7 @@ def route(
             routing.renormalize,
             routing.num_groups,
             routing.top_groups,
+            routing.group_best,
             routing.scale,
             ids.data_ptr(),
             weights.data_ptr(),

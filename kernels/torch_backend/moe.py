@@ -96,12 +96,13 @@ def _top(values: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _in_best_groups(choice: torch.Tensor, routing: Routing) -> torch.Tensor:
-    """-inf for experts outside the groups whose two best experts score highest (arXiv:2412.19437, section 2.1.2)."""
+    """-inf for experts outside the groups whose best experts score highest (arXiv:2405.04434 and arXiv:2412.19437, both
+    section 2.1.2)."""
     if routing.num_groups == 1:
         return choice
     groups = choice.view(len(choice), routing.num_groups, -1)
-    two_best, _ = _top(groups, 2)
-    _, kept = _top(two_best[..., 0] + two_best[..., 1], routing.top_groups)
+    best, _ = _top(groups, routing.group_best)
+    _, kept = _top(best[..., 0] + best[..., 1] if routing.group_best > 1 else best[..., 0], routing.top_groups)
     hidden = torch.ones(groups.shape[:2], dtype=torch.bool).scatter_(1, kept, False)
     return groups.masked_fill(hidden.unsqueeze(-1), -torch.inf).view(choice.shape)
 

@@ -21,13 +21,17 @@ def _first_of_best(choice, place, free):
 
 
 @triton.jit
-def _in_best_groups(choice, there, open_groups, GROUPS: tl.constexpr, SIZE: tl.constexpr, TOP_GROUPS: tl.constexpr):
-    """-inf for experts outside the groups whose two best experts score highest (arXiv:2412.19437, section 2.1.2)."""
+def _in_best_groups(
+    choice, there, open_groups, GROUPS: tl.constexpr, SIZE: tl.constexpr, TOP_GROUPS: tl.constexpr, BEST: tl.constexpr
+):
+    """-inf for experts outside the groups whose BEST best experts score highest, one or two (arXiv:2405.04434 and
+    arXiv:2412.19437, both section 2.1.2)."""
     column = tl.arange(0, SIZE)[None, :]
-    best = tl.max(choice, 1)
-    first = tl.min(tl.where(choice == best[:, None], column, _NONE), 1)
-    others = tl.where(there & (column != first[:, None]), choice, float("-inf"))
-    score = _sortable(best + tl.max(others, 1))
+    score = tl.max(choice, 1)
+    if BEST > 1:
+        first = tl.min(tl.where(choice == score[:, None], column, _NONE), 1)
+        others = tl.where(there & (column != first[:, None]), choice, float("-inf"))
+        score = _sortable(score + tl.max(others, 1))
     group = tl.arange(0, GROUPS)
     kept = group < 0
     for _ in range(TOP_GROUPS):
@@ -56,6 +60,7 @@ def _route_kernel(
     RENORMALIZE: tl.constexpr,
     TOP_K: tl.constexpr,
     TOP_GROUPS: tl.constexpr,
+    GROUP_BEST: tl.constexpr,
     GROUPS: tl.constexpr,
     SIZE: tl.constexpr,
     SLOTS: tl.constexpr,
@@ -76,7 +81,7 @@ def _route_kernel(
         choice = choice + tl.load(correction + expert, mask=there, other=0.0)
     choice = _sortable(choice)
     if GROUPS > 1:
-        choice = _in_best_groups(choice, there, open_groups, GROUPS, SIZE, TOP_GROUPS)
+        choice = _in_best_groups(choice, there, open_groups, GROUPS, SIZE, TOP_GROUPS, GROUP_BEST)
     slot = tl.arange(0, SLOTS)
     chosen = tl.zeros([SLOTS], tl.int32)
     shares = tl.full([SLOTS], float("-inf"), tl.float32)
@@ -131,6 +136,7 @@ def route(
         RENORMALIZE=routing.renormalize,
         TOP_K=routing.top_k,
         TOP_GROUPS=routing.top_groups,
+        GROUP_BEST=routing.group_best,
         GROUPS=triton.next_power_of_2(groups),
         SIZE=triton.next_power_of_2(num_experts // groups),
         SLOTS=triton.next_power_of_2(routing.top_k),

@@ -427,10 +427,10 @@ FISSILE_API int fissile_select_tokens(
 // See Route.
 FISSILE_API int fissile_route(
     const float* logits, int64_t row_stride, int64_t rows, int64_t experts, const float* correction_bias,
-    int64_t scoring, int64_t top_k, int64_t renormalize, int64_t num_groups, int64_t top_groups, float scale,
-    int64_t* ids, float* weights) {
+    int64_t scoring, int64_t top_k, int64_t renormalize, int64_t num_groups, int64_t top_groups, int64_t group_best,
+    float scale, int64_t* ids, float* weights) {
   const Route work{logits, row_stride, rows, experts, correction_bias, scoring, top_k, renormalize, num_groups,
-                   top_groups, scale, ids, weights};
+                   top_groups, group_best, scale, ids, weights};
   return failed([&] { return share(kernels().route_tasks(work), kernels().route, work); });
 }
 

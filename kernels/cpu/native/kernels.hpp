@@ -286,6 +286,7 @@ struct Route {
   int64_t renormalize;
   int64_t num_groups;
   int64_t top_groups;
+  int64_t group_best;
   float scale;
   // [rows, top_k]
   int64_t* ids;

@@ -52,17 +52,18 @@ struct Row {
   bool* taken;
 };
 
-// The sum of the two highest values of a group.
-float group_score(const float* choice, int64_t size, bool* taken) {
+// The sum of the `count` highest values of a group, one or two.
+float group_score(const float* choice, int64_t size, int64_t count, bool* taken) {
   __builtin_memset(taken, 0, static_cast<uint64_t>(size));
   const float best = choice[take_highest(choice, size, taken)];
-  return size > 1 ? best + choice[take_highest(choice, size, taken)] : best;
+  return size > 1 && count > 1 ? best + choice[take_highest(choice, size, taken)] : best;
 }
 
-// Excludes all groups but the best (arXiv:2412.19437, section 2.1.2).
+// Excludes all groups but the best (arXiv:2405.04434 and arXiv:2412.19437, both section 2.1.2).
 void keep_best_groups(const fissile::Route& work, const Row& row) {
   const int64_t size = work.experts / work.num_groups;
-  for (int64_t g = 0; g < work.num_groups; g++) row.groups[g] = group_score(row.choice + g * size, size, row.taken);
+  for (int64_t g = 0; g < work.num_groups; g++)
+    row.groups[g] = group_score(row.choice + g * size, size, work.group_best, row.taken);
   __builtin_memset(row.taken, 0, static_cast<uint64_t>(work.num_groups));
   for (int64_t i = 0; i < work.top_groups; i++) take_highest(row.groups, work.num_groups, row.taken);
   for (int64_t g = 0; g < work.num_groups; g++)

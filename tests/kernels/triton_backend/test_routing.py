@@ -19,6 +19,7 @@ ROUTINGS = {
     "gpt-oss": (32, Routing(4, "topk_softmax")),
     "deepseek-v3": (256, Routing(8, "sigmoid", renormalize=True, num_groups=8, top_groups=4, scale=2.5)),
     "three-groups": (12, Routing(3, "sigmoid", num_groups=3, top_groups=2, scale=0.5)),
+    "deepseek-v2": (160, Routing(6, num_groups=8, top_groups=3, group_best=1, scale=16.0)),
     "grouped-softmax": (40, Routing(5, num_groups=10, top_groups=3)),
     "most": (512, Routing(16, renormalize=True)),
     "all-of-one": (1, Routing(1, "sigmoid")),

@@ -98,7 +98,8 @@ def test_row_bits_are_independent_of_other_rows(
 
 def routers() -> dict[str, tuple[Any, Routing]]:
     """Transformers' routers with random weights, and ours."""
-    from transformers import Glm4MoeConfig, GptOssConfig, MixtralConfig, Qwen3MoeConfig
+    from transformers import DeepseekV2Config, Glm4MoeConfig, GptOssConfig, MixtralConfig, Qwen3MoeConfig
+    from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter
     from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeTopkRouter
     from transformers.models.gpt_oss.modeling_gpt_oss import GptOssTopKRouter
     from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
@@ -119,6 +120,20 @@ def routers() -> dict[str, tuple[Any, Routing]]:
             Glm4MoeConfig,
             {"n_routed_experts": 12, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5},
             Routing(3, "sigmoid", renormalize=True, num_groups=4, top_groups=2, scale=2.5),
+        ),
+        "deepseek-v2": (
+            DeepseekV2TopkRouter,
+            DeepseekV2Config,
+            {
+                "n_routed_experts": 12,
+                "num_attention_heads": 4,
+                "num_key_value_heads": 4,
+                "topk_method": "group_limited_greedy",
+                "n_group": 4,
+                "topk_group": 2,
+                "routed_scaling_factor": 16.0,
+            },
+            Routing(3, num_groups=4, top_groups=2, group_best=1, scale=16.0),
         ),
         "glm4-moe-one-group": (
             Glm4MoeTopkRouter,
