@@ -29,6 +29,21 @@ support_model_arch_dict: dict[str, str] = {
     "DeepseekV32ForCausalLM": "worker.model.models.deepseek_v32:DeepseekV32ForCausalLM",
 }
 
+# Multimodal architectures of which the text part is served -> architecture of that part.
+text_part_arch_dict: dict[str, str] = {
+    "Gemma3ForConditionalGeneration": "Gemma3ForCausalLM",
+    "Mistral3ForConditionalGeneration": "MistralForCausalLM",
+}
+_LINEAR: Final = "layers of linear attention keep a state for each sequence, which blocks of the KV cache cannot hold"
+# Architectures that people ask for and that cannot be served -> why.
+refused_arch_dict: dict[str, str] = {
+    "Qwen3NextForCausalLM": _LINEAR,
+    "KimiLinearForCausalLM": _LINEAR,
+    "GraniteMoeHybridForCausalLM": _LINEAR,
+    "Llama4ForCausalLM": "its layers attend in chunks, and experts take their input times its weight",
+    "Llama4ForConditionalGeneration": "its layers attend in chunks, and experts take their input times its weight",
+}
+
 _GENERATES: Final = "ForCausalLM"
 # Name endings of the same decoders with a head that does not generate.
 _OTHER_HEADS: Final[dict[str, Head]] = {"Model": NO_HEAD, "ForSequenceClassification": CLASSIFIER}

@@ -15,7 +15,14 @@ from common.files import UnreadableFileError, read_json_file
 from common.limits import MAX_CONFIG_FILE_BYTES
 from common.params.sampling_params import SamplingParams, model_defaults
 from common.wire.heads import CLASSIFIER, NO_HEAD, OUTPUT_HEAD, Head
-from worker.config.architectures import draft_head_arch_dict, model_type, parted, support_model_arch_dict
+from worker.config.architectures import (
+    draft_head_arch_dict,
+    model_type,
+    parted,
+    refused_arch_dict,
+    support_model_arch_dict,
+    text_part_arch_dict,
+)
 from worker.config.gguf_config import gguf_config
 from worker.config.gguf_file import gguf_files, read_gguf
 from worker.config.quantization import parse_quantization
@@ -29,6 +36,8 @@ Entry = TypeVar("Entry", int, str)
 _KINDS: dict[type, str] = {int: "whole numbers", str: "names"}
 # Largest count or length: kernels take them in 32 bits.
 _MOST = 2**31 - 1
+# Entries of a multimodal model that hold for its text part.
+_OF_WHOLE = ("dtype", "torch_dtype", "quantization_config", "bos_token_id", "eos_token_id")
 _EMBEDDING = "embed_tokens.weight"
 _OUTPUT = "lm_head.weight"
 FULL_ATTENTION = "full_attention"
@@ -267,7 +276,7 @@ def read_config(model: Path) -> tuple[Path, dict[str, Any]]:
     config = _read_json(model / "config.json")
     if config is None:
         raise ModelError(f"{model} has no config.json; give a Hugging Face checkpoint folder or a GGUF file")
-    return model / "config.json", config
+    return model / "config.json", _text_part(config)
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:
@@ -280,6 +289,16 @@ def _read_json(path: Path) -> dict[str, Any] | None:
     if not isinstance(content, dict):
         raise ModelError(f"{path} is not a JSON object; download the checkpoint again")
     return content
+
+
+def _text_part(config: dict[str, Any]) -> dict[str, Any]:
+    """config.json of a multimodal model's text part, completed by entries of the whole; other files as they are."""
+    named, text = config.get("architectures"), config.get("text_config")
+    parts = [text_part_arch_dict[each] for each in named or () if each in text_part_arch_dict]
+    if not isinstance(named, list) or not parts or not isinstance(text, dict):
+        return config
+    whole = {key: config[key] for key in _OF_WHOLE if key in config}
+    return {**whole, **text, "architectures": parts, "model_type": model_type(parts[0])}
 
 
 def _parse(
@@ -356,6 +375,9 @@ def _architecture(config: Mapping[str, Any], supported: Collection[str]) -> str:
     for architecture in named:
         if architecture in supported or parted(str(architecture))[0] in supported:
             return str(architecture)
+    for architecture in named:
+        if architecture in refused_arch_dict:
+            raise ModelError(f"architecture not supported: {architecture}: {refused_arch_dict[architecture]}")
     found = ", ".join(map(str, named)) or "none named"
     relatives = ", and the same with Model or ForSequenceClassification at the end" if _have_heads(supported) else ""
     raise ModelError(f"architecture not supported: {found}; supported: {', '.join(supported)}{relatives}")

@@ -24,7 +24,7 @@ from worker.weights.gguf_tensors import find_gguf_tensors
 from worker.weights.grouped_tensors import GroupedTensor
 from worker.weights.safetensors_file import Entry, Shape, header_bytes, read_entries
 from worker.weights.stored_tensors import Files, Index, MatrixPart, QuantizedTensor, StoredTensor
-from worker.weights.tensor_index import CheckpointIndex, some
+from worker.weights.tensor_index import TEXT_PARTS, CheckpointIndex, some
 
 __all__ = ["LoadProgress", "Shape", "Weights", "load_weights", "no_progress", "weight_files", "weights_digest"]
 
@@ -225,15 +225,22 @@ def load_weights(
     entries: dict[str, Entry] = {}
     for file in _files(Path(folder)):
         entries.update(read_entries(file))
-    index = CheckpointIndex(entries, quantization, lacks=_DECODER if _is_decoder_alone(expected, entries) else "")
+    index = CheckpointIndex(entries, quantization, _prefixes(expected, entries))
     there = {name: shape for name, shape in optional.items() if index.stored(name) in entries}
     return Weights(index.find({**expected, **there}, kept), progress)
 
 
-def _is_decoder_alone(expected: Mapping[str, Shape], entries: Mapping[str, Entry]) -> bool:
-    """True if a checkpoint's tensor names are those of a decoder that is not part of a model with a head."""
-    whole, alone = f"{_DECODER}{_EMBEDDING}", _EMBEDDING
-    return whole in expected and whole not in entries and alone in entries
+def _prefixes(expected: Mapping[str, Shape], entries: Mapping[str, Entry]) -> tuple[str, str]:
+    """The beginning of the model's tensor names, and what the checkpoint has in its place.
+
+    They differ for a decoder that is not part of a model with a head, and for a multimodal model.
+    """
+    whole = f"{_DECODER}{_EMBEDDING}"
+    if whole in expected and whole not in entries:
+        for own, stored in ((_DECODER, ""), *TEXT_PARTS):
+            if stored + whole.removeprefix(own) in entries:
+                return own, stored
+    return "", ""
 
 
 def weights_digest(folder: Path | str) -> str:

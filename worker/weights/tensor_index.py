@@ -79,18 +79,28 @@ _BLOCKS: Final = _Layout("_blocks", ("_scales",), transposed=True)
 _LAYOUTS: Final = (_PLAIN, _PACKED, _BLOCKS)
 
 
+# Prefixes of the names of a text decoder, and those of the same tensors in a multimodal checkpoint, as transformers 4
+# and 5 save it; and prefixes of the names of its other parts.
+TEXT_PARTS: Final = (("", "language_model."), ("model.", "model.language_model."))
+OTHER_PARTS: Final = tuple(
+    f"{prefix}{part}." for prefix in ("", "model.") for part in ("vision_tower", "multi_modal_projector")
+)
+
+
 class CheckpointIndex:
     """Search for a model's tensors in a checkpoint.
 
     Args:
         entries: every tensor of the checkpoint.
         quantization: how its weights are quantized.
-        lacks: prefix of the model's names that the checkpoint's lack.
+        prefixes: the beginning of the model's names, and what the checkpoint's have in its place.
     """
 
-    def __init__(self, entries: Mapping[str, Entry], quantization: QuantizationConfig, lacks: str = "") -> None:
+    def __init__(
+        self, entries: Mapping[str, Entry], quantization: QuantizationConfig, prefixes: tuple[str, str] = ("", "")
+    ) -> None:
         self._entries = entries
-        self._lacks = lacks
+        self._prefixes = prefixes
         self._quantization = quantization
         self._used: set[str] = set()
         self._missing: list[str] = []
@@ -99,7 +109,8 @@ class CheckpointIndex:
 
     def stored(self, name: str) -> str:
         """Name in the checkpoint for a name, or the beginning of a name, in the model."""
-        return name.removeprefix(self._lacks)
+        own, stored = self._prefixes
+        return stored + name.removeprefix(own) if name.startswith(own) else name
 
     def find(self, expected: Mapping[str, Shape], kept: tuple[str, ...] = ()) -> dict[str, StoredTensor]:
         """Finds each expected tensor.
@@ -113,7 +124,7 @@ class CheckpointIndex:
         """
         places = {name: self._find(self.stored(name), shape) for name, shape in expected.items()}
         found = {name: tensor for name, tensor in places.items() if tensor is not None}
-        kept = tuple(map(self.stored, kept))
+        kept = (*map(self.stored, kept), *(OTHER_PARTS if self._prefixes in TEXT_PARTS else ()))
         surplus = [name for name in self._entries.keys() - self._used if not self._is_harmless(name, kept)]
         files = Files()
         surplus = [name for name in surplus if not self._is_zero_bias(name, files)]
