@@ -157,6 +157,7 @@ def make_checkpoint(
     generation: dict[str, Any] | None = None,
     head: Head = OUTPUT_HEAD,
     device: str = "cpu",
+    gain: float = LAYER_GAIN,
     **shape: Any,
 ) -> Path:
     """Writes a checkpoint with random weights and a byte-level tokenizer of the same vocabulary.
@@ -172,6 +173,7 @@ def make_checkpoint(
         generation: entries of generation_config.json over the defaults.
         head: what it makes of hidden states; a classifier has `num_labels` of the shape.
         device: where the weights are drawn: on a GPU those of a large model take seconds, and are other numbers.
+        gain: how strongly a layer changes the residual stream; rounding errors grow with it.
         **shape: entries of config.json over the architecture's and DEFAULT_SHAPE.
 
     Returns:
@@ -192,7 +194,7 @@ def make_checkpoint(
     config = config_class(**entries)
     with torch.device(device):
         model = model_class(config).to(torch.float32)
-    _draw_weights(model, seed)
+    _draw_weights(model, seed, gain)
     defaults = {"bos_token_id": BOS_ID, "eos_token_id": [EOS_ID, IM_END_ID], "pad_token_id": PAD_ID}
     generation_class: Any = transformers.GenerationConfig
     model.generation_config = generation_class(**{**defaults, **(generation or {})})
@@ -333,7 +335,7 @@ def _merges(count: int) -> list[tuple[str, str]]:
     return merges
 
 
-def _draw_weights(model: Any, seed: int) -> None:
+def _draw_weights(model: Any, seed: int, gain: float = LAYER_GAIN) -> None:
     """Normal weights with std gain / sqrt(fan in), norms around a constant; output rows of special ids are zero.
 
     Tensors of all experts are [E, outputs, inputs], in gpt-oss [E, inputs, outputs].
@@ -362,7 +364,7 @@ def _draw_weights(model: Any, seed: int) -> None:
                 weight[: len(SPECIAL_TOKENS)] = 0.0
             else:
                 inputs = weight.shape[1 if model.config.model_type == "gpt_oss" else -1]
-                weight.copy_(normal(weight.shape, LAYER_GAIN / math.sqrt(inputs)))
+                weight.copy_(normal(weight.shape, gain / math.sqrt(inputs)))
 
 
 def main() -> None:

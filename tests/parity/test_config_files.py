@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from tests.checkpoints import ARCHITECTURES, DEFAULT_SHAPE, make_checkpoint
 from tests.parity.published_configs import PUBLISHED
+from tests.parity.published_others import REFUSED, SERVED
 from tests.parity.test_models import close, load_models
 from worker.config import transformers_config
 from worker.config.model_config import FULL_ATTENTION, SLIDING_ATTENTION, ModelConfig, ModelError, RopeConfig
@@ -186,9 +187,29 @@ def test_any_spelling_is_read_as_in_transformers(tmp_path: Path, config: dict[st
     event(outcome.partition(":")[0])
 
 
-@pytest.mark.parametrize("name", list(PUBLISHED))
+@pytest.mark.parametrize("name", [*PUBLISHED, *SERVED])
 def test_published_file_is_read_as_in_transformers(tmp_path: Path, name: str) -> None:
-    assert compare(tmp_path, PUBLISHED[name]) == "equal"
+    assert compare(tmp_path, {**PUBLISHED, **SERVED}[name]) == "equal"
+
+
+@pytest.mark.parametrize("name", list(REFUSED))
+def test_published_file_is_refused_with_a_reason(tmp_path: Path, name: str) -> None:
+    config, reason = REFUSED[name]
+    outcome = compare(tmp_path, config)
+    assert outcome.startswith("refused: ")
+    assert reason in outcome
+    assert "\n" not in outcome
+
+
+def test_kimi_k2_is_read_as_deepseek_v3(tmp_path: Path) -> None:
+    """Its published file names another model type; its architecture is DeepSeek-V3's."""
+    read = []
+    for model_type in ("deepseek_v3", "kimi_k2"):
+        config = {**PUBLISHED["Kimi-K2"], "model_type": model_type}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        read.append(ModelConfig.from_folder(tmp_path))
+    assert read[0] == read[1]
+    assert read[0].architecture == "DeepseekV3ForCausalLM"
 
 
 @pytest.mark.parametrize("name", [name for name in PUBLISHED if "saved" in name or "-4.5" in name])
@@ -230,11 +251,12 @@ def compare(folder: Path, config: dict[str, Any]) -> str:
     except ModelError as error:
         return f"refused: {error}"
     try:
-        reference: Any = AutoConfig.from_pretrained(folder)
+        whole: Any = AutoConfig.from_pretrained(folder)
     except Exception as error:
         return f"refused by transformers: {type(error).__name__}"
+    reference: Any = whole.get_text_config()
     assert {key: getattr(own, key) for key in SIZES} == {key: getattr(reference, key) for key in SIZES}
-    assert own.dtype == str(reference.dtype or "float32").removeprefix("torch.")
+    assert own.dtype == str(whole.dtype or "float32").removeprefix("torch.")
     if getattr(reference, "head_dim", None) is None:
         # Mixtral; without head_dim the scaled rope of transformers fails.
         reference.head_dim = reference.hidden_size // reference.num_attention_heads
@@ -301,8 +323,8 @@ def reference_window(config: Any, layer: int) -> int | None:
     [
         (
             "deepseek_v2",
-            {"topk_method": "group_limited_greedy"},
-            "topk_method is 'group_limited_greedy'; supported: greedy",
+            {"topk_method": "noaux_tc"},
+            "topk_method is 'noaux_tc'; supported: greedy, group_limited_greedy",
         ),
         ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob is True; supported: false"),
         (

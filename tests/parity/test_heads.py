@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
 from common.errors import NoOutputHeadError
 from common.params.pooling import LABELS, LAST, Pooling
@@ -27,7 +28,7 @@ from worker.llm_engine import LLMEngine
 pytestmark = pytest.mark.each_value
 
 # Architectures for which `transformers` has a classifier.
-CLASSIFYING = [name for name in ARCHITECTURES if name not in ("glm4_moe", "deepseek_v32", "granite")]
+CLASSIFYING = [name for name in ARCHITECTURES if name in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES]
 
 
 @pytest.mark.parametrize("architecture", slow_but({"qwen3", "gpt_oss", "deepseek_v32"}, ARCHITECTURES))
