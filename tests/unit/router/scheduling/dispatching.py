@@ -30,8 +30,8 @@ def make_dispatcher(
     return Dispatcher(gate, placement, TenantShares(), capacity, worker_wait_s)
 
 
-def make_lane(worker: str, model: str, report: LoadReport, shares: TenantShares | None = None) -> Lane:
-    return Lane(worker, model, report, shares or TenantShares(), LaneKind(), caches_prefixes=True)
+def make_lane(worker: str, model: str, report: LoadReport, shares: TenantShares | None = None, role: str = "") -> Lane:
+    return Lane(worker, model, report, shares or TenantShares(), LaneKind(role=role), caches_prefixes=True)
 
 
 def dispatcher(*workers: str, factor: float = 0.0, capacity: int = 100, report: LoadReport = ROOM) -> Dispatcher:

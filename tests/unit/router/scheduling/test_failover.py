@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from common.limits import FIRST_TOKENS, LOST_SERIES_S, MAX_ATTEMPTS, MAX_ATTEMPTS_IN_ALL, MAX_DEATHS, MAX_SUSPICIONS
 from router.scheduling.failover import Attempts, FailoverPolicy, Loss, LossCounts, Verdict, stall_bound_s
 
+# Ends of attempts that do not count.
+PLANNED = {Loss.DRAINED, Loss.HANDED_OVER}
 DEATHS = {Loss.DIED, Loss.ENGINE_FAILED}
 LIVES = st.lists(
     st.tuples(
@@ -50,8 +52,8 @@ def test_attempts_equal_plain_count(lives: list[tuple[Loss | None, int, str, boo
         attempts.end(have + 5, 9.0)
         kept += 1
         deaths += loss in DEATHS
-        counted += loss is not Loss.DRAINED
-        fruitless = 0 if tokens else fruitless + (loss is not Loss.DRAINED)
+        counted += loss not in PLANNED
+        fruitless = 0 if tokens else fruitless + (loss not in PLANNED)
         suspicions = 0 if tokens >= FIRST_TOKENS else suspicions + (loss in DEATHS and (was_alone or not excused))
         classes += [numerics] if tokens else []
         assert attempts.numerics_wanted(policy, have) == (None if policy is FailoverPolicy.ANY else wanted)
@@ -95,7 +97,7 @@ def test_request_killing_late_each_time_is_given_up() -> None:
     assert (verdict, attempts.deaths) == (Verdict.GIVE_UP, MAX_DEATHS)
 
 
-@pytest.mark.parametrize("loss", sorted(set(Loss) - DEATHS - {Loss.DRAINED}, key=str))
+@pytest.mark.parametrize("loss", sorted(set(Loss) - DEATHS - PLANNED, key=str))
 def test_unproved_losses_never_convict_request(loss: Loss) -> None:
     """Freezes, unreachable networks, starting and draining workers; a request with tokens gets many attempts."""
     for tokens, most in ((0, MAX_ATTEMPTS), (1, MAX_ATTEMPTS_IN_ALL)):

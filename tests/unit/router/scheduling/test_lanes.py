@@ -1,13 +1,17 @@
-"""LaneAgenda: lanes that changed or are due, each once."""
+"""LaneAgenda: lanes that changed or are due, each once. LaneTable: lanes for each half of a request's work."""
 
 from __future__ import annotations
 
 import random
 
+import pytest
+
+from common.wire.protocol import DECODE_FEATURE, PREFILL_FEATURE
 from router.scheduling.lane import Lane
-from router.scheduling.lanes import LaneAgenda
+from router.scheduling.lanes import LaneAgenda, LaneTable
+from router.scheduling.placement import LeastLoad
 from router.scheduling.worker_load import LoadReport
-from tests.unit.router.scheduling.dispatching import make_lane
+from tests.unit.router.scheduling.dispatching import make_lane, request
 
 
 def test_lane_agenda_takes_due_lanes_first_and_once() -> None:
@@ -44,3 +48,45 @@ def test_random_times_against_a_table() -> None:
             known = {lane: at for lane, at in known.items() if lane not in due}
     # Entries of removed lanes do not accumulate.
     assert len(agenda._heap) <= 2 * len(lanes) + 65
+
+
+@pytest.mark.parametrize(
+    ("roles", "new", "continued"),
+    [
+        ("pdb", "p", "d"),
+        ("pb", "p", "b"),
+        ("db", "b", "d"),
+        ("p", "p", "p"),
+        ("d", "d", "d"),
+        ("pd", "p", "d"),
+        ("bb", "bb", "bb"),
+    ],
+)
+def test_requests_go_to_workers_for_the_half_that_comes_next(roles: str, new: str, continued: str) -> None:
+    """The others do a half that has no workers: those for both first."""
+    names = {"p": PREFILL_FEATURE, "d": DECODE_FEATURE, "b": ""}
+    table = LaneTable()
+    lanes = [make_lane(f"{role}{i}", "m", LoadReport(0.0), role=names[role]) for i, role in enumerate(roles)]
+    for lane in lanes:
+        table.add(lane)
+        table.set_ready(lane, True)
+    queued = request(1)
+    assert "".join(lane.worker[0] for lane in table.candidates(queued)) == new
+    queued.has_output = True
+    assert "".join(lane.worker[0] for lane in table.candidates(queued)) == continued
+    assert table.can_serve("m", None, but_role=PREFILL_FEATURE) == (set(roles) != {"p"})
+
+
+def test_waiting_request_stays_with_workers_of_its_role() -> None:
+    placement, queued = LeastLoad(), request(1)
+    busy = make_lane("busy", "m", LoadReport(0.0, waiting_tokens=100_000), role=DECODE_FEATURE)
+    idle = make_lane("idle", "m", LoadReport(0.0, room_seqs=10), role=PREFILL_FEATURE)
+    other = make_lane("other", "m", LoadReport(0.0, room_seqs=10), role=DECODE_FEATURE)
+    for lane in (busy, idle):
+        placement.lane_up(lane)
+    busy.bind(queued)
+    assert placement.find_better_lane(queued, busy, {}, 0.0) is None
+    placement.lane_up(other)
+    move = placement.find_better_lane(queued, busy, {}, 0.0)
+    assert move is not None
+    assert move.lane is other
