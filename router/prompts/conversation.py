@@ -8,6 +8,8 @@ from fissile.v1 import inference_pb2 as pb
 
 from common.errors import InvalidFieldError
 from router.answers.channel_reader import ChannelTerms
+from router.answers.channels.form import ResponseForm
+from router.answers.channels.grammar import CallStyle, written_calls
 from router.answers.tools import declared, ends_with_first_call, template_calls
 from router.model_registry import ServedModel
 from router.prompts.confinement import confinement_of
@@ -17,13 +19,29 @@ from router.validation import content_of
 _TEXTS = {"reasoning": "reasoning_content", "tool_call_id": "tool_call_id", "name": "name"}
 
 
-def template_messages(request: pb.ChatRequest) -> list[dict[str, Any]]:
+def template_messages(request: pb.ChatRequest, form: ResponseForm | None = None) -> list[dict[str, Any]]:
     """Converts the messages of a request to transformers' form.
+
+    Args:
+        request: the conversation.
+        form: the form of the model's answers, which may write calls as content.
 
     Raises:
         InvalidFieldError: arguments of a call are not a JSON object.
     """
-    return [_template_message(f"messages[{i}]", message) for i, message in enumerate(request.messages)]
+    messages = [_template_message(f"messages[{i}]", message) for i, message in enumerate(request.messages)]
+    if form is None or form.style is None or not form.writes_calls:
+        return messages
+    return [_with_written_calls(message, form.style) for message in messages]
+
+
+def _with_written_calls(message: dict[str, Any], style: CallStyle) -> dict[str, Any]:
+    """Converts the calls of a message to text behind its content, as the model writes them."""
+    calls = [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls", ())]
+    if not calls:
+        return message
+    texts = [text for text in (message["content"], written_calls(style, calls)) if text]
+    return {key: value for key, value in message.items() if key != "tool_calls"} | {"content": "\n".join(texts)}
 
 
 def _template_message(path: str, message: pb.ChatMessage) -> dict[str, Any]:

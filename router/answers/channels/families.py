@@ -167,6 +167,21 @@ JAMBA: Final = _list({"open": "<tool_calls>"}, "</tool_calls>", "<|assistant|>")
 # Granite 3 ends its calls with the answer, Phi-4-mini with a token.
 GRANITE: Final = _list({"open": "<|tool_call|>"}, "", "<|start_of_role|>assistant<|end_of_role|>")
 PHI: Final = _list({"open": "<|tool_call|>"}, "<|/tool_call|>", "<|assistant|>")
+# Phi-4-mini with a token pair around each call, as llama.cpp's chat template writes it.
+PHI_EACH: Final[Mapping[str, Any]] = {
+    "start_anchor": "<|assistant|>",
+    "fields": {
+        "thinking": _THINK,
+        "tool_calls": {
+            "open": "<|tool_call|>",
+            "close": "<|/tool_call|>",
+            "repeats": True,
+            "content": "json",
+            "transform": _CALL,
+        },
+        "content": {},
+    },
+}
 # xLAM: the array of calls is the whole answer.
 XLAM: Final = _list({"open_pattern": r'\A\s*(?=\[\s*\{\s*"name")'}, "", _CHATML)
 KIMI: Final[Mapping[str, Any]] = {
@@ -301,6 +316,7 @@ SPECS: Final[Mapping[str, Mapping[str, Any]]] = {
     "jamba": JAMBA,
     "granite": GRANITE,
     "phi": PHI,
+    "phi_each": PHI_EACH,
     "minimax": MINIMAX,
     "lfm": LFM,
     "olmo": OLMO,
@@ -308,6 +324,11 @@ SPECS: Final[Mapping[str, Mapping[str, Any]]] = {
     "functionary": FUNCTIONARY,
     "llama": LLAMA,
     "xlam": XLAM,
+}
+# Texts in prompts with tools that describe a family's calls, for chat templates that leave the calls of messages out.
+DESCRIBED: Final[Mapping[str, tuple[str, ...]]] = {
+    "qwen": ("<tool_call>", "</tool_call>"),
+    "granite": ("<|tool_call|>",),
 }
 # Families with a message format of their own, which allows no other reasoning marks.
 WHOLE: Final = frozenset({"harmony"})

@@ -41,6 +41,7 @@ class ResponseForm:
         unheld: reason why no grammar can hold calls; empty if one can.
         is_own: True if the checkpoint brings the template.
         calls_tools: True if prompts show the tools of a request and the template separates calls from content.
+        writes_calls: True if the calls of messages become content, because the chat template leaves them out.
     """
 
     template: ResponseTemplate
@@ -50,6 +51,7 @@ class ResponseForm:
     unheld: str = ""
     is_own: bool = False
     calls_tools: bool = False
+    writes_calls: bool = False
 
     def can_call(self, name: str, keys: Iterable[str]) -> bool:
         """True if the template reads a call as grammars write it, for a tool `name` with arguments `keys`."""
@@ -82,7 +84,17 @@ def response_form(
         return None
     template = ResponseTemplate(found.spec)
     markers, kept = _markers(template, tokenizer)
-    return ResponseForm(template, markers, kept, found.style, found.unheld, calls_tools=template.has_calls)
+    # A special token in a message's content is text, so calls that begin with one cannot be content.
+    writes_calls = found.is_described and tokenizer.special_tokens.isdisjoint(found.style.delimiters)
+    return ResponseForm(
+        template,
+        markers,
+        kept,
+        found.style,
+        found.unheld,
+        calls_tools=template.has_calls,
+        writes_calls=writes_calls,
+    )
 
 
 def _own_form(own: Any, tokenizer: Tokenizer, chat_template: ChatTemplate) -> ResponseForm | None:

@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Any, Final
 
 from router.answers.channels.arguments import Argument
 
@@ -138,6 +138,12 @@ STYLES: Final[Mapping[str, CallStyle]] = {
     "jamba": _array("<tool_calls>", "</tool_calls>", ("<tool_calls>", "</tool_calls>")),
     "granite": _array("<|tool_call|>", "", ("<|tool_call|>",)),
     "phi": _array("<|tool_call|>", "<|/tool_call|>", ("<|tool_call|>", "<|/tool_call|>")),
+    "phi_each": CallStyle(
+        (f"<|tool_call|>{_OBJECT_BEGIN}",),
+        "}<|/tool_call|>",
+        between="",
+        delimiters=("<|tool_call|>", "<|/tool_call|>"),
+    ),
     "xlam": replace(_array("", "", ()), reasoning=("", "")),
     "kimi": CallStyle(
         (f"<|tool_call_begin|>functions.{{name}}:{DIGITS}<|tool_call_argument_begin|>",),
@@ -419,6 +425,15 @@ def one_call(style: CallStyle, name: str, keys: Iterable[str]) -> str:
     call = f"{style.begins[0]}{arguments if style.key else '{}'}{style.end}{style.after}"
     filled = (style.before + call).replace(NAME, name)
     return filled.replace(WORD, "x").replace(DIGITS, "0")
+
+
+def written_calls(style: CallStyle, calls: Iterable[tuple[str, Mapping[str, Any]]]) -> str:
+    """Calls, each a name and arguments, as a family whose arguments are JSON writes them."""
+    texts = [
+        f"{style.begins[0].replace(NAME, name)}{json.dumps(arguments, ensure_ascii=False)}{style.end}"
+        for name, arguments in calls
+    ]
+    return f"{style.before}{style.between.join(texts)}{style.after}"
 
 
 def _around_name(begins: Sequence[str]) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:

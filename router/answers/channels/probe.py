@@ -20,7 +20,7 @@ from common.limits import MAX_TEMPLATE_S
 from common.text.chat_template import ChatTemplate
 from common.text.template_sandbox import TemplateInputError
 from router.answers.channels.calls import ToolSchemas
-from router.answers.channels.families import REASONING_MARKS, SPECS, WHOLE
+from router.answers.channels.families import DESCRIBED, REASONING_MARKS, SPECS, WHOLE
 from router.answers.channels.fit import WrittenCalls, fitted
 from router.answers.channels.grammar import STYLES, CallStyle
 from router.answers.channels.parser import Channel, ResponseParser, merged
@@ -75,12 +75,14 @@ class FoundForm:
         spec: the response template.
         style: style of calls and reasoning, for grammars.
         unheld: why grammars cannot write calls as the chat template does; empty if they can.
+        is_described: True if prompts describe the calls, and the chat template leaves out calls of messages.
     """
 
     family: str
     spec: Mapping[str, Any]
     style: CallStyle
     unheld: str = ""
+    is_described: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +208,7 @@ class _Probe:
                 return self._find_whole(name, spec, has_tools=has_tools)
         marks = next((each for each in REASONING_MARKS if self._reasons(each)), None)
         reading = _AnswerFrame(self._anchor(marks), marks)
-        found = self._find_calls(reading) if has_tools else None
+        found = (self._find_calls(reading) or self._find_described(reading)) if has_tools else None
         if found is not None or marks is None:
             return found
         return FoundForm("", reading.spec({"content": {}}), _plain_style(marks))
@@ -244,6 +246,19 @@ class _Probe:
                 if self._reads_content(reader) and all(reader.reads(each, tail) for each in answers):
                     style = _fitted_style(name, reading.marks, answers)
                     return FoundForm(name, spec, style or _plain_style(reading.marks), "" if style else _UNHELD)
+        return None
+
+    def _find_described(self, reading: _AnswerFrame) -> FoundForm | None:
+        """The form that prompts with tools describe; None if none is, or the chat template writes calls itself."""
+        if any(self._calls()):
+            return None
+        told, without = (self.render([_user()], prompts=True, tools=tools) for tools in (True, False))
+        for name, texts in DESCRIBED.items():
+            spec = reading.spec(SPECS[name]["fields"])
+            is_told = all(text in told and text not in without for text in texts)
+            if is_told and self._reads_content(_ProbeReader(ResponseTemplate(spec))):
+                style = replace(STYLES[name], reasoning=reading.marks or ("", ""))
+                return FoundForm(name, spec, style, is_described=True)
         return None
 
     def _calls(self) -> Iterator[list[_RenderedAnswer]]:

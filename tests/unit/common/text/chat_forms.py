@@ -106,6 +106,7 @@ CALLS: Final = {
     "jamba": f"{{% if m.tool_calls %}}<tool_calls>[{_EACH}{_OBJECT}{_COMMA}{{% endfor %}}]</tool_calls>{{% endif %}}",
     "granite": f"{{% if m.tool_calls %}}<|tool_call|>[{_EACH}{_OBJECT}{_COMMA}{{% endfor %}}]{{% endif %}}",
     "phi": f"{{% if m.tool_calls %}}<|tool_call|>[{_EACH}{_OBJECT}{_COMMA}{{% endfor %}}]<|/tool_call|>{{% endif %}}",
+    "phi_each": f"{_EACH}<|tool_call|>{_OBJECT}<|/tool_call|>{{% endfor %}}",
     "olmo": f"{{% if m.tool_calls %}}<function_calls>{_EACH}{_NAME}({_ITEMS}{{{{ k }}}}={{{{ v | tojson }}}}"
     "{{ ', ' if not loop.last }}{% endfor %}){{ '\\n' if not loop.last }}{% endfor %}</function_calls>{% endif %}",
     "minimax": "{% if m.tool_calls %}\\n<minimax:tool_call>\\n"

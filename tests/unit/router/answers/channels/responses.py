@@ -153,6 +153,10 @@ class Family:
     def _granite(self, answer: Answer, thought: str) -> str:
         return thought + answer.content + _array(answer, "<|tool_call|>", "")
 
+    def _phi_each(self, answer: Answer, thought: str) -> str:
+        calls = (f"<|tool_call|>{_object(name, args)}<|/tool_call|>" for name, args in answer.calls)
+        return thought + answer.content + "".join(calls)
+
     def _phi(self, answer: Answer, thought: str) -> str:
         return thought + answer.content + _array(answer, "<|tool_call|>", "<|/tool_call|>")
 
@@ -231,6 +235,7 @@ FAMILIES = (
     Family("jamba", families.JAMBA, "", (*_THINK, "<tool_calls>", "</tool_calls>", "]")),
     Family("granite", families.GRANITE, "", (*_THINK, "<|tool_call|>", "]")),
     Family("phi", families.PHI, "", (*_THINK, "<|tool_call|>", "<|/tool_call|>", "]")),
+    Family("phi_each", families.PHI_EACH, "", (*_THINK, "<|tool_call|>", "<|/tool_call|>", "}")),
     Family("olmo", families.OLMO, "", (*_THINK, "<function_calls>", "</function_calls>", ")", "(")),
     Family("xlam", families.XLAM, "", ("[", "]", '{"name"')),
     Family("functionary", families.FUNCTIONARY, "", ("<function=f>", "</function>", "<|eom_id|>")),

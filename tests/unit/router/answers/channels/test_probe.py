@@ -7,14 +7,17 @@ from dataclasses import replace
 from typing import Any, Final
 
 import pytest
+from fissile.v1 import inference_pb2 as pb
 
+from common.text.template_sandbox import TemplateInputError
 from common.text.tokenizer import Tokenizer
 from router.answers.channels.families import QWEN
 from router.answers.channels.fit import WrittenCalls, fitted
 from router.answers.channels.form import ResponseForm, response_form
 from router.answers.channels.grammar import STYLES
-from router.answers.channels.probe import FoundForm, find_form, shows_tools
+from router.answers.channels.probe import TOOLS, FoundForm, find_form, shows_tools
 from router.answers.channels.template import ResponseTemplate
+from router.prompts.conversation import template_messages
 from tests.covering import SAMPLED
 from tests.unit.common.text.chat_forms import (
     CALLS,
@@ -306,3 +309,56 @@ def test_own_template_refuses_unknown_names() -> None:
     assert form is not None
     assert not form.unheld
     assert (form.can_call("look", ["a"]), form.can_call("a.b", [])) == (True, False)
+
+
+DESCRIBED: Final = {
+    "qwen": "<tools>{{ tools | tojson }}</tools>\\nWrite a JSON object within <tool_call></tool_call>.",
+    "granite": "Respond with <|tool_call|> followed by a JSON list.\\n{{ tools | tojson }}",
+}
+
+
+def described(name: str, reasoning: str = "") -> str:
+    """A chat template that describes calls and leaves those of messages out, as SmolLM3's and Granite 3.3's do."""
+    return source("chatml", reasoning, "", tools=f"{{% if tools %}}{DESCRIBED[name]}\\n{{% endif %}}")
+
+
+@pytest.mark.parametrize("name", DESCRIBED)
+@pytest.mark.parametrize("reasoning", ["", "<think>"])
+def test_described_calls_of_a_template_that_leaves_calls_out_are_read(name: str, reasoning: str) -> None:
+    form = found(described(name, REASONING[reasoning]))
+
+    assert (form.family, form.is_described) == (name, True)
+    assert ("thinking" in form.spec["fields"]) == bool(reasoning)
+
+
+@pytest.mark.parametrize("frame", FRAMES)
+def test_delimiters_in_prompts_without_tools_describe_no_calls(frame: str) -> None:
+    always = "{% if tools %}{{ tools | tojson }}{% endif %}Tags: <tool_call></tool_call> <|tool_call|>\\n"
+    assert find_form(chat_template(source(frame, "", "", tools=always))) is None
+    named = "{% if tools %}{{ tools | tojson }} <tool_call>\\n{% endif %}"
+    assert find_form(chat_template(source(frame, "", "", tools=named))) is None
+
+
+def test_calls_of_messages_become_content_where_they_are_described() -> None:
+    files = {**FILES, "chat_template.jinja": described("qwen").encode()}
+    tokenizer = Tokenizer.from_files(files)
+    template = chat_template(described("qwen"))
+    form = response_form(files, tokenizer, template)
+    assert form is not None
+    assert form.writes_calls
+    call = pb.ToolCall(id="abcdefgh1", name="get_zixa", arguments_json='{"place": "Oslo"}')
+    request = pb.ChatRequest(
+        messages=[
+            pb.ChatMessage(role="user", content="Where?"),
+            pb.ChatMessage(role="assistant", content="Look.", tool_calls=[call, call]),
+            pb.ChatMessage(role="tool", content="There.", tool_call_id="abcdefgh1"),
+        ]
+    )
+
+    tools = [dict(tool) for tool in TOOLS]
+    text = template.prompt(template_messages(request, form), tools)
+
+    written = '<tool_call>\n{"name": "get_zixa", "arguments": {"place": "Oslo"}}\n</tool_call>'
+    assert f"Look.\n{written}\n{written}<|im_end|>" in text
+    with pytest.raises(TemplateInputError):
+        template.prompt(template_messages(request), tools)
