@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import shutil
 import signal
 import subprocess
@@ -221,6 +222,17 @@ class Prometheus:
         return found is not None and any(each["value"][1] != "NaN" for each in found["result"])
 
 
+def of_rules() -> dict[str, str]:
+    """Queries whose values rules need: the records themselves, and the series that alerts read."""
+    found = {rule["record"]: rule["record"] for rule in rules() if "record" in rule}
+    for rule in rules():
+        for name, matchers in parse(rule["expr"]).selectors:
+            if name not in UNSEEN:
+                text = ",".join(f"{label}{operator}{json.dumps(value)}" for label, operator, value in matchers)
+                found[f"{name}{{{text}}}"] = f"{name}{{{text}}}"
+    return found
+
+
 def exemplars(data: Any) -> set[str]:
     """Trace ids of the exemplars that Prometheus has of a query."""
     return {exemplar["labels"]["trace_id"] for each in data or () for exemplar in each["exemplars"]}
@@ -228,7 +240,7 @@ def exemplars(data: Any) -> set[str]:
 
 @pytest.mark.slow
 def test_every_panel_has_data_in_a_real_prometheus(tmp_path: Path) -> None:
-    """It evaluates all rules, too, and keeps the trace ids of sampled requests as exemplars."""
+    """So has every recording rule, and every series that an alert reads; trace ids of requests are exemplars."""
     if shutil.which("prometheus") is None:
         pytest.skip("Prometheus is not installed")
     trace_id = "4bf92f3577b34da6a3ce929d0e0e4736"
@@ -237,7 +249,7 @@ def test_every_panel_has_data_in_a_real_prometheus(tmp_path: Path) -> None:
         Prometheus(tmp_path, fleet.ports) as prometheus,
         grpc.insecure_channel(fleet.router.address) as channel,
     ):
-        stub, missing = InferenceServiceStub(channel), queries()
+        stub, missing = InferenceServiceStub(channel), queries() | of_rules()
         has_lost, seen = False, set[str]()
         end = time.monotonic() + 3 * PATIENT_S
         while missing or not has_lost or trace_id not in seen:
