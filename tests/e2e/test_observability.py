@@ -173,6 +173,9 @@ class Prometheus:
     Args:
         folder: for its files.
         ports: ports of the fleet's metrics, by component.
+
+    Attributes:
+        address: HOST:PORT of its HTTP API.
     """
 
     def __init__(self, folder: Path, ports: Mapping[str, list[int]]) -> None:
@@ -183,13 +186,13 @@ class Prometheus:
             targets = [f"127.0.0.1:{port}" for port in ports[job["job_name"].removeprefix("fissile-")]]
             job["static_configs"] = [{"targets": targets}]
         (folder / "prometheus.yaml").write_text(yaml.safe_dump(settings))
-        self._port = free_port()
+        self.address = f"127.0.0.1:{free_port()}"
         self._log = folder / "prometheus.log"
         self._command = [
             "prometheus",
             f"--config.file={folder / 'prometheus.yaml'}",
             f"--storage.tsdb.path={folder / 'data'}",
-            f"--web.listen-address=127.0.0.1:{self._port}",
+            f"--web.listen-address={self.address}",
             "--enable-feature=exemplar-storage",
         ]
 
@@ -205,7 +208,7 @@ class Prometheus:
     def get(self, path: str, **parameters: str) -> Any:
         """Data of an answer of the HTTP API; None while it does not serve yet."""
         assert self._process.poll() is None, self._log.read_text()
-        url = f"http://127.0.0.1:{self._port}/api/v1/{path}?{urllib.parse.urlencode(parameters)}"
+        url = f"http://{self.address}/api/v1/{path}?{urllib.parse.urlencode(parameters)}"
         try:
             with urllib.request.urlopen(url, timeout=PATIENT_S) as answer:
                 return msgspec.json.decode(answer.read())["data"]
