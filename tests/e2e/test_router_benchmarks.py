@@ -19,6 +19,7 @@ TINY: dict[str, list[str]] = {
     "streams": ["--seconds", "0.5", "--streams", "3", "--low", "20", "--high", "2"],
     "facade": ["--seconds", "0.5", "--rounds", "1", "--streams", "3", "--low", "20ms", "--high", "2ms"],
     "delay": ["--seconds", "1", "--routers", "1", "--factors", "1", "--burst", "3", "--prompt", "20", "--output", "4"],
+    "observing": ["--seconds", "1", "--rounds", "1", "--in-flight", "2", "--tokens", "20"],
     "beside": [".", "--rounds", "1"],
     "contract_cost": ["--shape", "tiny", "--rounds", "1", "--tokens", "17", "--in-flight", "1", "2"],
     "loop_lag": ["--seconds", "1", "--streams", "2", "--tokens", "500", "--clients", "1", "--step", "20ms"],
@@ -162,3 +163,10 @@ class _Sink(asyncio.Transport):
 
     def write(self, data: object) -> None:
         """Takes it."""
+
+
+@pytest.mark.long
+def test_observing() -> None:
+    (row,) = report("observing")["rows"]
+    assert row["in flight"] == 2
+    assert min(row["tokens/s off"], row["tokens/s on"]) > 0
