@@ -73,8 +73,8 @@ class AiterAttentionOps(AttentionOps):
         sinks: torch.Tensor | None = None,
         softcap: float = 0.0,
     ) -> torch.Tensor:
-        facts = (q.dtype, cache.data.dtype, self._scales.fp8, cache.head_dim)
-        if not q.numel() or softcap or not self._choices.takes("attention", _refuse_attention, *facts):
+        facts = (q.dtype, cache.data.dtype, self._scales.fp8, cache.head_dim, softcap > 0.0)
+        if not q.numel() or not self._choices.takes("attention", _refuse_attention, *facts):
             return self._other.apply(q, cache, layer, metadata, scale, window, sinks, softcap)
         plan: StepPlan = metadata.plan
         # Rows of padding are not written.
@@ -199,7 +199,11 @@ def _max_seqlen_q(shape: Shape) -> int:
     return max(2, shape.max_seqlen_q) if shape.seqs > shape.rows else shape.max_seqlen_q
 
 
-def _refuse_attention(dtype: torch.dtype, stored: torch.dtype, fp8: torch.dtype, head_dim: int) -> str | None:
+def _refuse_attention(
+    dtype: torch.dtype, stored: torch.dtype, fp8: torch.dtype, head_dim: int, is_capped: bool
+) -> str | None:
+    if is_capped:
+        return "our attention alone bounds scores"
     if not _LEAST_HEAD <= head_dim <= _LARGEST_HEAD or head_dim % _LEAST_TILE:
         return f"AITER's attention is for heads of {_LEAST_HEAD} to {_LARGEST_HEAD}, by 16, not {head_dim}"
     return refuse_stored(dtype, stored, fp8)

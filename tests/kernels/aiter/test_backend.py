@@ -345,10 +345,12 @@ def test_unsupported_attention_uses_fallback(library: AiterLibrary) -> None:
             run = step(backend, DECODE, KVSpec(2, 32), torch.bfloat16, None)
             cache = backend.kv_cache.allocate(spec, 1, 4, 16, dtype)
             backend.attention.apply(draw(3, 4, spec.head_dim), cache, 0, run.mine, 0.2)
-    assert fallback_of(backend) == ["attention.apply", "attention.apply"]
+        backend.attention.apply(draw(3, 4, 32), run.found, 0, run.mine, 0.2, softcap=50.0)
+    assert fallback_of(backend) == ["attention.apply"] * 3
     assert [line["reason"] for line in logs] == [
         "AITER's attention is for heads of 32 to 256, by 16, not 24",
         "AITER's KV cache has the model's dtype or float8_e4m3fnuz, not float8_e4m3fn",
+        "our attention alone bounds scores",
     ]
 
 

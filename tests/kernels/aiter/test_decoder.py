@@ -26,7 +26,7 @@ class AttentionToWritten(PlannedAttention):
     """Attends to the cache of the Triton back end by PyTorch."""
 
     def apply(self, q: torch.Tensor, *given: Any) -> torch.Tensor:
-        cache, layer, metadata, scale, window, sinks = given
+        cache, layer, metadata, *scores = given
         own = REFERENCE.kv_cache.allocate(
             KVSpec(cache.num_kv_heads, cache.head_dim), 1, cache.num_blocks, cache.block_size, cache.data.dtype
         )
@@ -35,7 +35,7 @@ class AttentionToWritten(PlannedAttention):
             metadata.cu_seqlens_q, metadata.seq_lens, metadata.block_tables, metadata.slot_mapping
         )
         other.plan = REFERENCE.attention.plan(other, own, q.shape[1])
-        return REFERENCE.attention.apply(q, own, 0, other, scale, window, sinks)
+        return REFERENCE.attention.apply(q, own, 0, other, *scores)
 
 
 class WritingFallback(Fallback):

@@ -46,6 +46,8 @@ def _norm_rope_write_fp8(settings: Settings) -> None:
 
 CASES = {
     "silu_and_mul": Case(lambda _: elementwise.silu_and_mul(torch.empty(7, 24_576, dtype=torch.bfloat16))),
+    "gelu_and_mul": Case(lambda _: elementwise.silu_and_mul(torch.empty(7, 18_432, dtype=torch.bfloat16), gelu=True)),
+    "softcap": Case(lambda _: elementwise.softcap(torch.empty(7, 256_000), 30.0)),
     "norms": Case(lambda _: _norms(torch.bfloat16, 7, 4096)),
     "norms_float16": Case(lambda _: _norms(torch.float16, 7, 4096)),
     "norms_of_heads": Case(lambda _: elementwise.rms_norm(torch.empty(7, 48, 128), torch.empty(128), 1e-6)),
