@@ -183,7 +183,7 @@ class Router:
         options = self._options
         if options.scaler_port is None:
             return None
-        service = ExternalScalerService(self.service.calls, self.pool, self._tracing)
+        service = ExternalScalerService(self.service.calls, self.pool)
         return ScalerPort(options.host, options.scaler_port, options.security.tls, service)
 
     async def start(self) -> None:
@@ -226,11 +226,11 @@ class Router:
         timeout_s = self._options.drain_timeout_s
         log.info("draining", in_flight=self.service.in_flight, timeout_s=timeout_s)
         await self._leave_health()
-        if self._scaler is not None:
-            await self._scaler.stop()
         stopping = asyncio.create_task(self.server.drain(DRAIN_PROPAGATION_S, timeout_s + ROUTER_ENDING_S))
         idle = asyncio.create_task(self._idle_after(DRAIN_PROPAGATION_S))
         try:
+            if self._scaler is not None:
+                await self._scaler.stop()
             await asyncio.wait(
                 {stopping, idle}, timeout=DRAIN_PROPAGATION_S + timeout_s, return_when=asyncio.FIRST_COMPLETED
             )

@@ -38,7 +38,6 @@ class ExternalScalerService(ExternalScalerServicer):
     Args:
         calls: the router's calls in flight.
         pool: its workers.
-        tracing: makes a span per call.
         clock: monotonic seconds.
     """
 
@@ -46,12 +45,12 @@ class ExternalScalerService(ExternalScalerServicer):
         self,
         calls: InFlightCalls,
         pool: WorkerPool,
-        tracing: SpanFactory,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._calls = calls
         self._pool = pool
-        self._tracing = tracing
+        # Makes no spans: KEDA asks every few seconds, and traces are about requests.
+        self._tracing = SpanFactory()
         self._clock = clock
         self._streams = OpenCalls()
         self._num_streams = 0
