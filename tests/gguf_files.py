@@ -184,7 +184,7 @@ def _q6_k(kind: str, blocks: Bytes, i: int) -> Floats:
 
 
 # transformers' model_type -> name of the architecture in GGUF.
-_ARCHITECTURES = {"qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe"}
+_ARCHITECTURES = {"qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "gemma3_text": "gemma3"}
 _PAIRED = ("llama", "granite", "smollm3")
 _NAMES = {
     "model.embed_tokens.": "token_embd.",
@@ -209,6 +209,11 @@ _NAMES = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
     "mlp.gate.": "ffn_gate_inp.",
+}
+_GEMMA_NAMES = {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
 }
 
 
@@ -235,19 +240,20 @@ def convert(folder: Path, kind: str, seed: int = 0) -> GgufContent:
             stacked.setdefault(f"{parts[0]}.{projection}", []).append(made)
             assert len(stacked[f"{parts[0]}.{projection}"]) == int(expert) + 1
         else:
-            tensors[_gguf_name(name)] = made[0]
+            tensors[_gguf_name(name, config)] = made[0]
         values[name] = made[1].contiguous()
     for name, experts in stacked.items():
         first = experts[0][0]
         whole = b"".join(each.data for each, _ in experts)
-        gguf_name = _gguf_name(name).replace(".weight", "_exps.weight")
+        gguf_name = _gguf_name(name, config).replace(".weight", "_exps.weight")
         tensors[gguf_name] = GgufTensorData(first.kind, (len(experts), *first.shape), whole)
     save_file(values, folder / "model.safetensors", {"format": "pt"})
     return GgufContent(_metadata(config) | tokenizer_metadata(folder), tensors | _rope_tensors(config))
 
 
-def _gguf_name(name: str) -> str:
-    for ours, theirs in _NAMES.items():
+def _gguf_name(name: str, config: Mapping[str, Any]) -> str:
+    names = _GEMMA_NAMES if config["model_type"].startswith("gemma") else {}
+    for ours, theirs in (_NAMES | names).items():
         name = name.replace(ours, theirs)
     return name
 
@@ -268,6 +274,8 @@ def _converted(
         values = torch.from_numpy(values_of(kind, stored))
         # Blocks are drawn as the file has them: the checkpoint's rows follow from that.
         return GgufTensorData(kind, tuple(weight.shape), stored.tobytes()), _unpaired(values, paired)
+    if config["model_type"].startswith("gemma") and name.endswith("norm.weight"):
+        return float_tensor("F32", weight + 1), (weight + 1) - 1
     made = float_tensor(kind, _paired(weight, paired))
     dtype = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[kind]
     return made, weight.to(dtype).float()
@@ -290,7 +298,7 @@ def _unpaired(weight: torch.Tensor, heads: int) -> torch.Tensor:
 
 def _metadata(config: Mapping[str, Any]) -> dict[str, Any]:
     architecture = _ARCHITECTURES.get(config["model_type"], config["model_type"])
-    rope = config["rope_parameters"]
+    rope = _global_rope(config)
     heads, head_dim = config["num_attention_heads"], config["head_dim"]
     values: dict[str, Any] = {
         "context_length": config["max_position_embeddings"],
@@ -328,11 +336,24 @@ def _metadata(config: Mapping[str, Any]) -> dict[str, Any]:
     values |= {theirs: config[ours] for ours, theirs in mixtures.items() if ours in config}
     if architecture == "phi3":
         values["attention.sliding_window"] = config["sliding_window"] or 0
+    if architecture.startswith("gemma"):
+        types = config["layer_types"]
+        values["attention.sliding_window"] = config["sliding_window"]
+        values["attention.sliding_window_pattern"] = types.index("full_attention") + 1
+        for name in ("attn_logit_softcapping", "final_logit_softcapping"):
+            values |= {name: float(config[name])} if config.get(name) else {}
+    if architecture == "gemma3":
+        values["rope.freq_base_swa"] = float(config["rope_parameters"]["sliding_attention"]["rope_theta"])
     return {"general.architecture": architecture} | {f"{architecture}.{key}": each for key, each in values.items()}
 
 
+def _global_rope(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    rope: Mapping[str, Any] = config["rope_parameters"]
+    return rope.get("full_attention", rope)
+
+
 def _rope_tensors(config: Mapping[str, Any]) -> dict[str, GgufTensorData]:
-    rope = config["rope_parameters"]
+    rope = _global_rope(config)
     if rope["rope_type"] == "longrope":
         both = {"long": rope["long_factor"], "short": rope["short_factor"]}
         return {f"rope_factors_{n}.weight": float_tensor("F32", torch.tensor(each)) for n, each in both.items()}

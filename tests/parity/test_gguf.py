@@ -39,10 +39,12 @@ FILES: dict[str, tuple[str, dict[str, Any], str]] = {
     "qwen2-moe": ("qwen2_moe", {"moe_intermediate_size": 256, "shared_expert_intermediate_size": 256}, "Q4_K"),
     "qwen3-moe": ("qwen3_moe", {"moe_intermediate_size": 256}, "Q4_K"),
     "granite": ("granite", {}, "Q4_0"),
+    "gemma2": ("gemma2", {"query_pre_attn_scalar": 32, "num_hidden_layers": 3}, "Q4_K"),
+    "gemma3": ("gemma3_text", {"num_hidden_layers": 4}, "Q5_K"),
     "smollm3": ("smollm3", {"num_hidden_layers": 5, "no_rope_layer_interval": 4}, "Q4_1"),
     "phi3-longrope-partial": ("phi3", {"rope_parameters": longrope(12, partial_rotary_factor=0.75)}, "Q4_K"),
 }
-KEPT = {"llama-Q4_K", "llama-Q6_K", "llama-rope-freqs-untied", "qwen2-yarn", "qwen3-moe"}
+KEPT = {"llama-Q4_K", "llama-Q6_K", "llama-rope-freqs-untied", "qwen2-yarn", "qwen3-moe", "gemma3"}
 
 
 @pytest.fixture(scope="module", params=slow_but(KEPT, list(FILES)))

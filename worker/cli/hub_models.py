@@ -134,8 +134,8 @@ def _rows(repo: CachedRepoInfo) -> Iterator[CachedModel]:
         ggufs = [each for each in revision.files if each.file_path.suffix == ".gguf"]
         for each in ggufs:
             name = f"{repo.repo_id}:{each.file_path.relative_to(folder)}"
-            served, path = "it is a GGUF file", str(each.file_path)
-            yield CachedModel(name, revision.commit_hash, refs, each.size_on_disk, "", served, path)
+            path = each.file_path
+            yield CachedModel(name, revision.commit_hash, refs, each.size_on_disk, *_verdict(path), str(path))
         if not ggufs or (folder / "config.json").exists():
             architecture, served = _verdict(folder)
             size = revision.size_on_disk - sum(each.size_on_disk for each in ggufs)
@@ -143,7 +143,7 @@ def _rows(repo: CachedRepoInfo) -> Iterator[CachedModel]:
 
 
 def _verdict(folder: Path) -> tuple[str, str]:
-    """Architecture of a checkpoint folder, and whether a worker can serve it."""
+    """Architecture of a checkpoint folder or GGUF file, and whether a worker can serve it."""
     try:
         config = ModelConfig.from_folder(folder)
         architecture = config.architecture
@@ -153,7 +153,7 @@ def _verdict(folder: Path) -> tuple[str, str]:
         model_tokenizer_files(folder)
     except TokenizerError as error:
         return architecture, str(error).replace(str(folder), "it")
-    if not any(folder.glob("*.safetensors")):
+    if folder.is_dir() and not any(folder.glob("*.safetensors")):
         return architecture, "its weights are not downloaded"
     return architecture, _SERVED
 

@@ -32,7 +32,7 @@ from common.telemetry.logs import setup_logging
 from worker.cli.hub_models import command_model_folder
 from worker.cli.worker_modes import FIXED_KV_MEMORY, ON_CPU
 from worker.cli.worker_options import engine_options
-from worker.config.model_config import ModelConfig, ModelError
+from worker.config.model_config import ModelConfig, ModelError, read_config
 from worker.ranks.rank_peers import RankLostError
 from worker.server import WorkerOptions
 
@@ -77,7 +77,7 @@ def blank_checkpoint(folder: Path, source: Path) -> int:
 
     Args:
         folder: an existing folder.
-        source: has a config.json.
+        source: has a config.json, or is a GGUF file.
 
     Raises:
         ModelError: the model cannot be served.
@@ -89,7 +89,7 @@ def blank_checkpoint(folder: Path, source: Path) -> int:
     whole = ModelConfig.from_folder(source)
     shapes = model_class(whole.architecture).tensor_shapes(whole)
     layers = num_layers(shapes, whole.source.get("layer_types"))
-    config = _shortened(json.loads((source / "config.json").read_text("utf-8")), layers)
+    config = _shortened(read_config(source)[1], layers)
     (folder / "config.json").write_text(json.dumps(config), "utf-8")
     short = ModelConfig.from_folder(folder)
     tensors: dict[str, tuple[str, tuple[int, ...]]] = {}

@@ -253,6 +253,47 @@ def _smollm3(entries: _Entries, config: dict[str, Any]) -> dict[str, Any]:
     return {"model_type": "smollm3", "no_rope_layers": [int(layer % 4 > 0) for layer in layers]}
 
 
+def _gemma(entries: _Entries, config: dict[str, Any], largest: int) -> dict[str, Any]:
+    """Settings of both Gemmas; the model with the `largest` number of layers scales its scores in its own way."""
+    head_dim = config["head_dim"]
+    scalar = config["hidden_size"] // config["num_attention_heads"]
+    return {
+        "query_pre_attn_scalar": scalar if config["num_hidden_layers"] == largest else head_dim,
+        "final_logit_softcapping": entries.get("final_logit_softcapping", 0.0) or None,
+        "tie_word_embeddings": True,
+    }
+
+
+def _layer_types(entries: _Entries, config: dict[str, Any], pattern: int) -> list[str]:
+    """Layers with a sliding window, all but each last one of `pattern` layers."""
+    pattern = entries.count("attention.sliding_window_pattern", pattern)
+    layers = range(1, min(config["num_hidden_layers"], MAX_MODEL_LAYERS) + 1)
+    return ["sliding_attention" if layer % pattern else "full_attention" for layer in layers]
+
+
+def _gemma2(entries: _Entries, config: dict[str, Any]) -> dict[str, Any]:
+    _whole_heads(entries, config)
+    return {
+        "model_type": "gemma2",
+        "sliding_window": entries.count("attention.sliding_window"),
+        "layer_types": _layer_types(entries, config, 2),
+        "attn_logit_softcapping": entries.get("attn_logit_softcapping", 0.0) or None,
+        **_gemma(entries, config, 46),
+    }
+
+
+def _gemma3(entries: _Entries, config: dict[str, Any]) -> dict[str, Any]:
+    _whole_heads(entries, config)
+    local = {"rope_type": "default", "rope_theta": _rounded(entries.get("rope.freq_base_swa", 10000.0))}
+    return {
+        "model_type": "gemma3_text",
+        "sliding_window": entries.count("attention.sliding_window"),
+        "layer_types": _layer_types(entries, config, 6),
+        "rope_parameters": {"full_attention": config["rope_parameters"], "sliding_attention": local},
+        **_gemma(entries, config, 62),
+    }
+
+
 # `general.architecture` -> the architecture here, and its own settings.
 _ARCHITECTURES: Final[Mapping[str, tuple[str, Settings]]] = {
     "llama": ("LlamaForCausalLM", _llama),
@@ -261,6 +302,8 @@ _ARCHITECTURES: Final[Mapping[str, tuple[str, Settings]]] = {
     "qwen3": ("Qwen3ForCausalLM", _qwen3),
     "qwen3moe": ("Qwen3MoeForCausalLM", _qwen3moe),
     "phi3": ("Phi3ForCausalLM", _phi3),
+    "gemma2": ("Gemma2ForCausalLM", _gemma2),
+    "gemma3": ("Gemma3ForCausalLM", _gemma3),
     "granite": ("GraniteForCausalLM", _granite),
     "smollm3": ("SmolLM3ForCausalLM", _smollm3),
 }

@@ -269,6 +269,9 @@ def _sentence_piece(model: GgufModel, tokens: list[str]) -> dict[str, Any]:
     mergeable = {
         token: id for token, id in vocab.items() if types[id] in (_NORMAL, _USER_DEFINED) and id not in special
     }
+    if str(model.metadata.get("general.architecture")).startswith("gemma"):
+        # Merges in the order of the vocabulary, which the scores do not have.
+        scores = range(0, -len(tokens), -1)
     merges = _merges(model, vocab) or _merges_of_scores(mergeable, scores)
     unknown = _named_ids(model, len(tokens)).get("unk_token", 0)
     spaces = [{"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}]

@@ -1,7 +1,7 @@
 """Tensors of a GGUF file as the tensors of the Hugging Face checkpoint that it was made from.
 
-llama.cpp's converter renames tensors, stacks experts, and reorders the rows of some queries and keys. Here each is
-undone: a row is stored whole, so reordering rows keeps the codes of quantized ones.
+llama.cpp's converter renames tensors, stacks experts, reorders the rows of some queries and keys, and adds 1 to some
+norms. Here each is undone: a row is stored whole, so reordering rows keeps the codes of quantized ones.
 """
 
 from __future__ import annotations
@@ -47,7 +47,14 @@ _PARTS: Final = {
 }
 _EXPERTS: Final = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
 # Names of an architecture that differ from those above.
-_OWN_PARTS: Final = {"phi3": {"ffn_up": "mlp.gate_up_proj"}}
+_GEMMA: Final = {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_OWN_PARTS: Final = {"phi3": {"ffn_up": "mlp.gate_up_proj"}, "gemma2": _GEMMA, "gemma3": _GEMMA}
+# Architectures whose norms are stored with 1 added.
+_SHIFTED: Final = ("gemma2", "gemma3")
 # Architectures whose queries and keys are stored in pairs of rows that rotate together -> metadata with the heads.
 _PAIRED: Final = ("llama", "granite", "smollm3")
 _HEADS: Final = {"attn_q": "head_count", "attn_k": "head_count_kv"}
@@ -94,11 +101,13 @@ class _Place:
         tensor: that holds it.
         expert: which of several matrices; None for the whole tensor.
         heads: of queries or keys whose rows are stored in pairs; 0 for rows in their order.
+        is_shifted: True for a norm that is stored with 1 added.
     """
 
     tensor: GgufTensor
     expert: int | None = None
     heads: int = 0
+    is_shifted: bool = False
 
     @property
     def shape(self) -> Shape:
@@ -114,7 +123,8 @@ class _Place:
             raise ModelError(f"{file}: {shape[0]} rows of queries or keys are not {self.heads} heads of pairs")
         if kind in _FLOATS:
             entry = Entry(file, kind, shape, offset, num_bytes)
-            return PairedFloats(entry, self.heads) if self.heads else FloatTensor(entry)
+            changed = self.heads or self.is_shifted
+            return ChangedFloats(entry, self.heads, self.is_shifted) if changed else FloatTensor(entry)
         rows = math.prod(shape[:-1])
         return GgufBlocks(shape, Entry(file, "U8", (rows, num_bytes // rows), offset, num_bytes), kind, self.heads)
 
@@ -126,14 +136,16 @@ def _stored(model: GgufModel) -> Iterator[tuple[str, _Place]]:
     for name, tensor in model.tensors.items():
         top, _, kind = name.partition(".")
         if top in _TOP and kind in ("weight", "bias"):
-            yield f"{_TOP[top]}.{kind}", _Place(tensor)
+            yield f"{_TOP[top]}.{kind}", _Place(tensor, is_shifted=architecture in _SHIFTED and top.endswith("_norm"))
         found = _LAYER.fullmatch(name)
         if found is None:
             continue
         layer, part, kind = found.groups()
         prefix = f"model.layers.{int(layer)}"
         if part in parts:
-            yield f"{prefix}.{parts[part]}.{kind}", _Place(tensor, heads=_heads(model, architecture, part))
+            is_shifted = architecture in _SHIFTED and part.endswith("_norm")
+            place = _Place(tensor, heads=_heads(model, architecture, part), is_shifted=is_shifted)
+            yield f"{prefix}.{parts[part]}.{kind}", place
         elif part in _EXPERTS and len(tensor.shape) == 3:
             if tensor.shape[0] > MAX_MODEL_EXPERTS:
                 raise ModelError(f"{name} has {tensor.shape[0]} experts; at most {MAX_MODEL_EXPERTS} are valid")
@@ -163,11 +175,18 @@ def paired_rows(rows: slice, count: int, heads: int) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class PairedFloats:
-    """Queries or keys of floats whose rows are stored in pairs (`paired_rows`)."""
+class ChangedFloats:
+    """Floats that llama.cpp's converter changed.
+
+    Attributes:
+        entry: their place.
+        heads: of queries or keys whose rows are stored in pairs (`paired_rows`); 0 for rows in their order.
+        is_shifted: True for a norm that is stored with 1 added.
+    """
 
     entry: Entry
     heads: int
+    is_shifted: bool
 
     @property
     def shape(self) -> Shape:
@@ -175,7 +194,7 @@ class PairedFloats:
 
     @property
     def dtype(self) -> torch.dtype:
-        return DTYPES[self.entry.dtype]
+        return torch.float32 if self.is_shifted else DTYPES[self.entry.dtype]
 
     @property
     def num_bytes(self) -> int:
@@ -188,7 +207,8 @@ class PairedFloats:
         ids = paired_rows(rows, self.shape[0], self.heads)
         step = max(1, PIECE_NUMBERS // max(1, math.prod(self.shape[1:])))
         for part, place in zip(torch.split(ids, step), torch.split(out, step), strict=True):
-            place.copy_(stored.index_select(0, part)[(slice(None), *columns)])
+            values = stored.index_select(0, part)[(slice(None), *columns)]
+            place.copy_(values.float() - 1.0 if self.is_shifted else values)
             files.of(self.entry).release(stored[int(part.min()) : int(part.max()) + 1])
 
 
