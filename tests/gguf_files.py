@@ -348,8 +348,9 @@ def _metadata(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _global_rope(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    rope: Mapping[str, Any] = config["rope_parameters"]
-    return rope.get("full_attention", rope)
+    ropes = config["rope_parameters"]
+    rope: Mapping[str, Any] = ropes.get("full_attention", ropes)
+    return rope
 
 
 def _rope_tensors(config: Mapping[str, Any]) -> dict[str, GgufTensorData]:

@@ -115,7 +115,13 @@ def sentence_piece() -> tuple[Backend, dict[str, Any]]:
     tokens = sorted(content["model"]["vocab"], key=content["model"]["vocab"].__getitem__)
     types = [2, 3, 3, *([6] * 256), *([1] * (len(tokens) - 259))]
     scores = [float(-i) for i in range(len(tokens))]
-    values = {"model": "llama", "pre": "default", "tokens": tokens, "token_type": types, "scores": scores}
+    values: dict[str, Any] = {
+        "model": "llama",
+        "pre": "default",
+        "tokens": tokens,
+        "token_type": types,
+        "scores": scores,
+    }
     values |= {"bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0}
     content["added_tokens"] = content["added_tokens"][:3]
     content["decoder"] = {
