@@ -21,7 +21,6 @@ from common.telemetry import names
 from common.text.answer_text import AnswerText
 from common.text.detokenizer import TokenBytes
 from common.text.stop_strings import StopStrings
-from common.wire.adoption import AdoptionKeys
 from common.wire.block_hash import GRANULE_BLOCKS
 from router.answers.answer_logprobs import AnswerLogprobs
 from router.answers.channel_reader import ChannelReader, ChannelTerms
@@ -33,6 +32,7 @@ from router.api.answers import AnswerRequest
 from router.api.in_flight import InFlightCall
 from router.model_registry import ServedModel
 from router.prompts.prompts import Prompt, PromptEncoder
+from router.requests.adoption_keys import AdoptionKeys
 from router.requests.request_router import RequestRouter
 from router.requests.stream import ReceiptTerms, RoutedRequest
 from router.scheduling.queued_request import CLASS_NAMES

@@ -18,10 +18,10 @@ from fissile.v1 import inference_pb2 as pb
 
 from common.params.sampling_params import SamplingParams
 from common.text.answer_text import AnswerText
-from common.wire.adoption import AdoptionKeys
 from common.wire.block_hash import hash_chain
 from router.answers.logit_digests import LogitChain
 from router.answers.stream_assembly import StreamAssembly
+from router.requests.adoption_keys import AdoptionKeys
 from router.requests.running import RunningRequests
 from router.requests.stream import ReceiptTerms, RequestStream, RoutedRequest
 from tests.covering import slow_but

@@ -13,8 +13,9 @@ from fissile.worker.v1 import worker_pb2 as wpb
 from common.errors import ApiError
 from common.limits import MAX_ORPHANS_PER_FRAME
 from common.telemetry.tracing import SpanFactory
-from common.wire.adoption import AdoptionKeys, delivered_digest
+from common.wire.adoption import delivered_digest
 from common.wire.protocol import ADOPTION_MINOR
+from router.requests.adoption_keys import AdoptionKeys
 from tests.unit.worker.session.support import FACTS, SteppedEngine, record, simulated_core, simulated_runner, submit
 from worker.session import session as session_module
 from worker.session.adoption import Orphans
