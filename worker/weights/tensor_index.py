@@ -57,6 +57,8 @@ ACTIVATION_SUFFIXES: Final = (
 )
 # Tensors that published checkpoints do not have in codes.
 _FLOATS_BESIDE_CODES: Final = ("embed_tokens.weight", "lm_head.weight")
+# Suffixes of codes in words.
+_CODES_SUFFIXES: Final = (".qweight", ".weight_packed")
 # How many tensor names an error spells out.
 _NAMES_SHOWN: Final = 5
 
@@ -137,6 +139,9 @@ class CheckpointIndex:
             ("of a dtype that is not expected: ", self._mistyped),
         )
         problems = [prefix + some(sorted(names)) for prefix, names in texts if names]
+        has_codes = any(name.endswith(_CODES_SUFFIXES) for name in self._entries)
+        if problems and has_codes and self._quantization == QuantizationConfig():
+            problems.append("they are quantized, but config.json has no quantization_config")
         if problems:
             raise ModelError(f"the weights do not fit config.json: {'; '.join(problems)}")
         return found

@@ -239,6 +239,15 @@ def test_contradicting_numbers_are_refused(tmp_path: Path, name: str, change: Ch
     assert str(error.value).startswith(LAYER)
 
 
+@pytest.mark.parametrize("name", ["gptq", "compressed-tensors"])
+def test_missing_quantization_config_is_named(tmp_path: Path, name: str) -> None:
+    """Old repositories have it in a file of its own, such as quantize_config.json."""
+    stored, _ = WORD_SCHEMES[name].quantize(LAYER, drawn(48, 64))
+    write_safetensors(tmp_path / "model.safetensors", stored)
+    with pytest.raises(ModelError, match=r"they are quantized, but config\.json has no quantization_config"):
+        load_weights(tmp_path, {NAME: (48, 64)})
+
+
 def test_biases_of_zeros_beside_codes_are_no_surplus(tmp_path: Path) -> None:
     """AutoGPTQ wrote them for models without biases."""
     scheme = WORD_SCHEMES["gptq"]
