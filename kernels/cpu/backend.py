@@ -23,7 +23,7 @@ from kernels.cpu.fused import NativeDecoder
 from kernels.cpu.library import DTYPES, KV_DTYPES
 from kernels.cpu.linear import CpuLinearOps
 from kernels.cpu.sampling import CpuSamplingOps
-from kernels.interface import Decoder, DraftHead, KernelBackend, PackedFormat, QuantizedFormat, Ranks
+from kernels.interface import GROUPED, Decoder, DraftHead, KernelBackend, PackedFormat, QuantizedFormat, Ranks
 
 
 class CpuBackend(KernelBackend):
@@ -89,7 +89,7 @@ class CpuBackend(KernelBackend):
 
     @override
     def keeps_quantized(self, stored: QuantizedFormat, dtype: torch.dtype) -> bool:
-        return False
+        return stored == GROUPED and dtype in DTYPES
 
     @override
     def fuse_decoder(self, decoder: Decoder, kv_dtype: torch.dtype) -> NativeDecoder | None:

@@ -25,8 +25,8 @@ FOLDER = Path(__file__).resolve().parent
 SOURCES = FOLDER / "native"
 LIBRARY = FOLDER / "libfissile_cpu.so"
 # Compiled for each instruction set that is no other's variant; `VARIANTS` for some, the others once.
-ARITHMETIC = ("linear", "attention", "elementwise", "routing", "sampling", "table")
-VARIANTS = ("linear_amx", "linear_bf16")
+ARITHMETIC = ("linear", "grouped", "attention", "elementwise", "routing", "sampling", "table")
+VARIANTS = ("linear_amx", "linear_bf16", "grouped_bf16")
 COMPILERS = ("c++", "g++", "clang++")
 # The command for a person to type, with this Python.
 COMMAND = shlex.join([sys.executable, "-m", "kernels.cpu.build"])
@@ -74,7 +74,8 @@ _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mpre
 _EMULATED = "-DFISSILE_EMULATED"
 # Attention by products of pairs of bfloat16, or of tiles of them, too.
 _PAIRS, _TILES = "-DFISSILE_PAIRS", "-DFISSILE_TILES"
-_OF_BF16, _OF_AMX = ("linear_bf16", "attention"), ("linear_amx", "attention")
+_OF_BF16 = ("linear_bf16", "grouped_bf16", "attention")
+_OF_AMX = ("linear_amx", "grouped_bf16", "attention")
 _PLAIN = (InstructionSet("plain", 8),)
 # avx2x16 is the 16-wide code on machines without AVX-512; the emulated sets stand for newer instructions. Both are
 # for tests.
@@ -93,7 +94,7 @@ NEWER = (
     InstructionSet(
         "amx",
         16,
-        (*_AVX512_VBMI, "-mavx512vnni", "-mamx-tile", "-mamx-bf16", _TILES),
+        (*_AVX512_VBMI, "-mavx512vnni", "-mavx512bf16", "-mamx-tile", "-mamx-bf16", _TILES),
         "avx512",
         _OF_AMX,
         "tdpbf16ps %tmm2, %tmm1, %tmm0",

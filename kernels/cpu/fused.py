@@ -19,7 +19,14 @@ from kernels.torch_backend.attention import PagedKVCache
 class Weight(ctypes.Structure):
     """A packed weight as the kernels take it."""
 
-    _fields_ = (("dtype", c_int64), ("panels", c_void_p), ("bias", c_void_p), ("columns", c_int64), ("inner", c_int64))
+    _fields_ = (
+        ("dtype", c_int64),
+        ("panels", c_void_p),
+        ("bias", c_void_p),
+        ("columns", c_int64),
+        ("inner", c_int64),
+        ("order", c_void_p),
+    )
 
     @classmethod
     def of(cls, packed: PanelLinear) -> Weight:
@@ -30,6 +37,7 @@ class Weight(ctypes.Structure):
             pointer(packed.bias),
             packed.columns,
             packed.inner,
+            pointer(packed.order),
         )
 
 

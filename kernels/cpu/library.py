@@ -25,13 +25,14 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "fissile_threads": (_INT, ()),
     "fissile_packed_bytes": (_INT, (_INT, _INT, _INT)),
     "fissile_pack_linear": (None, (_INT, _POINTER, _INT, _INT, _INT, _POINTER)),
+    "fissile_pack_codes": (None, (_INT, _POINTER, _POINTER, _POINTER, _INT, _INT, _INT, _POINTER)),
     "fissile_linear": (
         ctypes.c_int,
-        (_INT, _POINTER, *[_INT] * 5, _POINTER, _POINTER, _POINTER, _INT),
+        (_INT, _POINTER, *[_INT] * 5, _POINTER, _POINTER, _POINTER, _POINTER, _INT),
     ),
     "fissile_gated_linear": (
         ctypes.c_int,
-        (_INT, _POINTER, *[_INT] * 6, _POINTER, _POINTER, _POINTER, _POINTER, _INT),
+        (_INT, _POINTER, *[_INT] * 6, _POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _INT),
     ),
     "fissile_head_linear": (ctypes.c_int, (_INT, _POINTER, *[_INT] * 6, _POINTER, _POINTER)),
     "fissile_moe": (
@@ -55,7 +56,7 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     ),
     "fissile_linear_argmax": (
         ctypes.c_int,
-        (_INT, _POINTER, *[_INT] * 5, _POINTER, _POINTER, _POINTER),
+        (_INT, _POINTER, *[_INT] * 5, _POINTER, _POINTER, _POINTER, _POINTER),
     ),
     "fissile_decoder": (ctypes.c_int, (_POINTER, _POINTER)),
     "fissile_drafts": (ctypes.c_int, (_POINTER, _POINTER)),
@@ -87,8 +88,11 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
 }
 # Codes of kernels/cpu/native/kernels.hpp; other dtypes are PyTorch's.
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
-# Formats of packed weights.
+# Formats of packed weights other than codes.
 PACKED_DTYPES = {**DTYPES, torch.int8: 2}
+# Weights in codes: the first format, and bits of the scales' dtypes in it (CodeLayout in kernels.hpp).
+CODES = 256
+CODE_SCALES = {torch.float32: 0, torch.bfloat16: 2, torch.float16: 4}
 # Dtypes of a KV cache; `DTYPES` are those of models.
 KV_DTYPES = {**DTYPES, torch.float16: 3, torch.float8_e4m3fn: 4}
 # Columns of a panel of packed weights.

@@ -11,7 +11,8 @@ from typing_extensions import override
 
 from kernels import large_pages
 from kernels.cpu.fallback import Fallback
-from kernels.cpu.library import CACHE_LINE, DTYPES, PACKED_DTYPES, PANEL, check
+from kernels.cpu.library import CACHE_LINE, CODE_SCALES, CODES, DTYPES, PACKED_DTYPES, PANEL, check
+from kernels.grouped_weight import BLOCK, GroupedWeight
 from kernels.interface import AnyWeight, LinearOps, PackedFormat
 from kernels.quantized_weight import as_floats
 from kernels.torch_backend.linear import PackedHeads, PackedLinear
@@ -23,10 +24,12 @@ class PanelLinear:
 
     Attributes:
         panels: int8 [bytes], aligned to 64.
-        code: in `PACKED_DTYPES`, of the numbers in the panels: the model dtype, or int8 with scales.
+        code: in `PACKED_DTYPES`, of the numbers in the panels: the model dtype, or int8 with scales; from `CODES` on of
+            codes in groups.
         bias: float32 [N], rounded to the model dtype before, or None.
         columns: N.
         inner: K.
+        order: int64 [K], of codes: the input's number that each column multiplies; None if they are in order.
     """
 
     panels: torch.Tensor
@@ -34,6 +37,7 @@ class PanelLinear:
     bias: torch.Tensor | None
     columns: int
     inner: int
+    order: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,8 @@ class CpuLinearOps(LinearOps):
         dtype: torch.dtype,
         packed_format: PackedFormat | None = None,
     ) -> PanelLinear | PackedLinear:
+        if dtype in DTYPES and packed_format is None and isinstance(weight, GroupedWeight):
+            return pack_codes(self._library, weight, bias, dtype)
         if dtype in DTYPES:
             return pack(self._library, as_floats(weight), bias, dtype, packed_dtype(packed_format))
         self._fallback.used = True
@@ -142,6 +148,39 @@ def pack(
     return PanelLinear(panels, code, None if bias is None else bias.to(dtype, copy=True).float(), columns, inner)
 
 
+def pack_codes(
+    library: CDLL, weight: GroupedWeight, bias: torch.Tensor | None, dtype: torch.dtype
+) -> PanelLinear:
+    """Packs a weight [N, K] in codes, and a bias [N] in `dtype`, one of `DTYPES`; copies both."""
+    columns, inner = weight.shape
+    scales, offsets = weight.scales.contiguous(), _added(weight)
+    # Each block repeats the scales of a group that exceeds it, or of the whole row.
+    group = weight.group if weight.group <= BLOCK and BLOCK % weight.group == 0 else BLOCK
+    code = CODES | (weight.bits == 8) | CODE_SCALES[scales.dtype] | (offsets is not None) << 3
+    code |= (group.bit_length() - 5) << 4
+    panels = aligned(library.fissile_packed_bytes(code, columns, inner))
+    library.fissile_pack_codes(
+        code,
+        weight.codes.contiguous().data_ptr(),
+        scales.data_ptr(),
+        None if offsets is None else offsets.data_ptr(),
+        columns,
+        inner,
+        weight.group,
+        panels.data_ptr(),
+    )
+    rounded_bias = None if bias is None else bias.to(dtype, copy=True).float()
+    return PanelLinear(panels, code, rounded_bias, columns, inner, weight.order)
+
+
+def _added(weight: GroupedWeight) -> torch.Tensor | None:
+    """float32 [N, G] that is added to (code - middle) * scale; None for zeros."""
+    if weight.zeros is None:
+        return None if weight.offsets is None else weight.offsets.neg()
+    added = weight.scales.float() * (weight.middle - weight.zeros.float())
+    return (added if weight.offsets is None else added - weight.offsets).contiguous()
+
+
 def aligned(size: int) -> torch.Tensor:
     """int8 [size] that starts at a cache line; in large pages if it fills one."""
     if size >= large_pages.LARGE_PAGE:
@@ -179,6 +218,7 @@ def linear(library: CDLL, x: torch.Tensor, packed: PanelLinear) -> torch.Tensor:
             packed.code,
             packed.panels.data_ptr(),
             bias,
+            None if packed.order is None else packed.order.data_ptr(),
             out.data_ptr(),
             packed.columns,
         )
@@ -208,6 +248,7 @@ def gated_linear(library: CDLL, x: torch.Tensor, packed: PanelLinear, readable_r
             packed.code,
             packed.panels.data_ptr(),
             bias,
+            None if packed.order is None else packed.order.data_ptr(),
             products.data_ptr(),
             out.data_ptr(),
             packed.columns // 2,
@@ -245,6 +286,7 @@ def argmax(library: CDLL, x: torch.Tensor, packed: PanelLinear, limit: int) -> t
             packed.code,
             packed.panels.data_ptr(),
             bias,
+            None if packed.order is None else packed.order.data_ptr(),
             places.data_ptr(),
         )
     )

@@ -62,6 +62,50 @@ FISSILE_API void fissile_pack_linear(
 
 namespace {
 
+// Packs panel `panel` of a weight in codes.
+void pack_code_panel(const CodePacking& work, int64_t panel) {
+  const CodeLayout layout(work.packed_dtype);
+  const int64_t bytes = size_of(layout.scales), groups = (work.inner + work.group - 1) / work.group;
+  char* block = work.panels + panel * panel_bytes(work.packed_dtype, work.inner);
+  for (int64_t first = 0; first < work.inner; first += K_BLOCK, block += layout.block_bytes()) {
+    std::memset(block, 0, static_cast<size_t>(layout.block_bytes()));
+    for (int64_t c = 0; c < std::min(PANEL, work.columns - panel * PANEL); c++) {
+      const int64_t column = panel * PANEL + c;
+      for (int64_t g = 0; g < layout.groups() && first + g * layout.group < work.inner; g++) {
+        const int64_t from = column * groups + (first + g * layout.group) / work.group, to = g * PANEL + c;
+        std::memcpy(block + to * bytes, work.scales + from * bytes, static_cast<size_t>(bytes));
+        if (work.offsets) std::memcpy(block + layout.offsets_at() + to * 4, work.offsets + from, 4);
+      }
+    }
+    for (int64_t c = 0; c < PANEL; c++)
+      for (int64_t k = 0; k < K_BLOCK; k++) {
+        const bool there = panel * PANEL + c < work.columns && first + k < work.inner;
+        const int64_t middle = layout.bits == 4 ? 8 : 128;
+        const int64_t code = there ? work.codes[(panel * PANEL + c) * work.inner + first + k] : middle;
+        char* const numbers = block + layout.numbers_at();
+        if (layout.bits == 8) {
+          numbers[(k / 4 * PANEL + c) * 4 + k % 4] = static_cast<char>(code - middle);
+        } else {
+          // Two codes of one byte are two pairs apart.
+          char& byte = numbers[(k / 8 * PANEL + c) * 4 + k % 2 * 2 + k % 8 / 4];
+          byte = static_cast<char>(byte | code << (k % 4 / 2 * 4));
+        }
+      }
+  }
+}
+
+}  // namespace
+
+// Packs codes as CodePacking says. A group is `group` columns, which the packed dtype's group divides or equals.
+FISSILE_API void fissile_pack_codes(
+    int64_t packed_dtype, const uint8_t* codes, const char* scales, const float* offsets, int64_t columns,
+    int64_t inner, int64_t group, char* panels) {
+  const CodePacking work{packed_dtype, codes, scales, offsets, columns, inner, group, panels};
+  share((columns + PANEL - 1) / PANEL, pack_code_panel, work);
+}
+
+namespace {
+
 // Several matrix products whose tasks all threads share.
 class Products {
  public:
@@ -141,8 +185,8 @@ bool multiply_gated(Linear work, void* products) {
 // Returns 0, or 1 if memory ran out, as all functions below that return int.
 FISSILE_API int fissile_linear(
     int64_t dtype, const void* x, int64_t x_stride, int64_t rows, int64_t inner, int64_t columns, int64_t weight_dtype,
-    const void* panels, const float* bias, void* y, int64_t y_stride) {
-  const Weight weight{weight_dtype, panels, bias, columns, inner};
+    const void* panels, const float* bias, const int64_t* order, void* y, int64_t y_stride) {
+  const Weight weight{weight_dtype, panels, bias, columns, inner, order};
   return failed([&] {
     return multiply({dtype, x, x_stride, rows, rows, weight, y, y_stride, false, nullptr});
   });
@@ -151,8 +195,9 @@ FISSILE_API int fissile_linear(
 // See multiply_gated(). `readable_rows` rows of x may be read.
 FISSILE_API int fissile_gated_linear(
     int64_t dtype, const void* x, int64_t x_stride, int64_t rows, int64_t readable_rows, int64_t inner, int64_t columns,
-    int64_t weight_dtype, const void* panels, const float* bias, void* products, void* y, int64_t y_stride) {
-  const Weight weight{weight_dtype, panels, bias, columns, inner};
+    int64_t weight_dtype, const void* panels, const float* bias, const int64_t* order, void* products, void* y,
+    int64_t y_stride) {
+  const Weight weight{weight_dtype, panels, bias, columns, inner, order};
   return failed([&] {
     return multiply_gated({dtype, x, x_stride, rows, readable_rows, weight, y, y_stride, false, nullptr}, products);
   });

@@ -39,4 +39,4 @@ FISSILE_API int fissile_attention(
 
 FISSILE_API int fissile_linear_argmax(
     int64_t dtype, const void* x, int64_t x_stride, int64_t rows, int64_t inner, int64_t columns, int64_t weight_dtype,
-    const void* panels, const float* bias, int64_t* places);
+    const void* panels, const float* bias, const int64_t* order, int64_t* places);

@@ -17,6 +17,7 @@
 #define FISSILE_LINEAR(name) \
   namespace name { \
   void use_own_linear(fissile::Kernels& table); \
+  void use_own_codes(fissile::Kernels& table); \
   }
 #define FISSILE_ATTENTION(name) \
   namespace name { \
@@ -47,11 +48,13 @@ namespace {
 
 #if defined(__x86_64__)
 
-// A copy of `base`, named `name`, with the matrix products that `use_own_linear` sets.
-Kernels with_linear(const Kernels& base, const char* name, void (*use_own_linear)(Kernels&)) {
+// A copy of `base`, named `name`, with the matrix products that the functions set.
+Kernels with_linear(
+    const Kernels& base, const char* name, void (*use_own_linear)(Kernels&), void (*use_own_codes)(Kernels&)) {
   Kernels table = base;
   table.name = name;
   use_own_linear(table);
+  use_own_codes(table);
   return table;
 }
 
@@ -63,7 +66,7 @@ struct Leaf {
 // Checked separately from AVX2, since a virtual machine may hide F16C.
 bool has_f16c() { return Leaf(1, 0).c >> 29 & 1; }
 
-#if defined(FISSILE_AVX512BF16)
+#if defined(FISSILE_AVX512BF16) || defined(FISSILE_AMX)
 bool has_avx512bf16() { return Leaf(7, 1).a >> 5 & 1; }
 #endif
 
@@ -102,24 +105,24 @@ struct All {
     Ability amx_ability = ABSENT, bf16_ability = ABSENT;
 #if defined(FISSILE_AMX)
     const bool has_vnni = has_vbmi && __builtin_cpu_supports("avx512vnni");
-    if (has_vnni && has_amx()) amx_ability = may_use_tiles() ? USABLE : DENIED;
+    if (has_vnni && has_avx512bf16() && has_amx()) amx_ability = may_use_tiles() ? USABLE : DENIED;
     if (amx_ability == USABLE) {
-      amx = with_linear(avx512::kernels, "amx", amx::use_own_linear);
+      amx = with_linear(avx512::kernels, "amx", amx::use_own_linear, amx::use_own_codes);
       amx::use_own_attention(amx);
     }
 #endif
 #if defined(FISSILE_AVX512BF16)
     if (has_vbmi && has_avx512bf16()) {
       bf16_ability = USABLE;
-      avx512bf16 = with_linear(avx512::kernels, "avx512bf16", avx512bf16::use_own_linear);
+      avx512bf16 = with_linear(avx512::kernels, "avx512bf16", avx512bf16::use_own_linear, avx512bf16::use_own_codes);
       avx512bf16::use_own_attention(avx512bf16);
     }
 #endif
     if (has_avx2) {
-      amx_emulated = with_linear(avx2x16::kernels, "amx_emulated", amx_emulated::use_own_linear);
+      amx_emulated = with_linear(avx2x16::kernels, "amx_emulated", amx_emulated::use_own_linear, amx_emulated::use_own_codes);
       amx_emulated::use_own_attention(amx_emulated);
       avx512bf16_emulated =
-          with_linear(avx2x16::kernels, "avx512bf16_emulated", avx512bf16_emulated::use_own_linear);
+          with_linear(avx2x16::kernels, "avx512bf16_emulated", avx512bf16_emulated::use_own_linear, avx512bf16_emulated::use_own_codes);
       avx512bf16_emulated::use_own_attention(avx512bf16_emulated);
     }
     const InstructionSet best_first[COUNT] = {

@@ -276,7 +276,7 @@ class Drafts {
     if (is_greedy && !head_.target_ids) {
       const Weight& head = head_.head;
       if (fissile_linear_argmax(dtype_, states, 2 * hidden_, rows, hidden_, std::min(head.columns, head_.limit),
-                                head.dtype, head.panels, head.bias, ids.data()))
+                                head.dtype, head.panels, head.bias, head.order, ids.data()))
         return false;
     } else if (!compute_logits(states, rows)) {
       return false;

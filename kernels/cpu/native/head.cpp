@@ -69,10 +69,10 @@ int64_t best_of_row(const Call& call, int64_t row) {
 // -infinity. Returns 0, or 1 if memory ran out.
 FISSILE_API int fissile_linear_argmax(
     int64_t dtype, const void* x, int64_t x_stride, int64_t rows, int64_t inner, int64_t columns, int64_t weight_dtype,
-    const void* panels, const float* bias, int64_t* places) {
+    const void* panels, const float* bias, const int64_t* order, int64_t* places) {
   if (rows == 0) return 0;
   return failed([&] {
-    Linear whole{dtype, x, x_stride, rows, rows, {weight_dtype, panels, bias, columns, inner}, nullptr, 0, false, nullptr};
+    Linear whole{dtype, x, x_stride, rows, rows, {weight_dtype, panels, bias, columns, inner, order}, nullptr, 0, false, nullptr};
     whole.packed_x = scratch(OF_CALL, kernels().linear_scratch(whole));
     if (!whole.packed_x || !share(kernels().linear_pack_tasks(whole), kernels().linear_pack, whole)) return false;
     Call call(whole);

@@ -37,6 +37,40 @@ constexpr int64_t K_BLOCK = 128;
 // Bytes of the scales of one block in an int8 panel: float32 [PANEL].
 constexpr int64_t BLOCK_SCALES = PANEL * 4;
 
+// Weights in codes (kernels/grouped_weight.py) have a dtype from GROUPED on, which says how. Bit 0: 8 bits, otherwise 4.
+// Bits 1 and 2: dtype of the scales: float32, bfloat16, float16. Bit 3: groups have offsets. Bits 4 and 5: columns that
+// share a scale, 16, 32, 64 or 128. kernels/cpu/codes.py makes the number.
+constexpr int64_t GROUPED = 256;
+
+constexpr bool is_grouped(int64_t dtype) { return dtype >= GROUPED; }
+
+// A panel of codes is a row of blocks of K_BLOCK values of k, the last padded with zeros. A block has scales [groups]
+// [PANEL], offsets float32 [groups][PANEL] or none, padding to 64 bytes, and numbers. The weight is (code - middle) *
+// scale + offset, where the middle code is 8 or 128.
+//
+// 4 bits: [K_BLOCK / 8][PANEL] words of 32 bits. Code k of eight is in the four bits from 4 * (k / 2) + 16 * (k % 2) on,
+// so that a shift gives pairs of adjacent codes in the halves of a word. 8 bits: [K_BLOCK / 4][PANEL] words with four
+// codes, minus 128, as int8.
+struct CodeLayout {
+  int64_t bits;
+  int64_t group;
+  Dtype scales;
+  bool has_offsets;
+
+  constexpr explicit CodeLayout(int64_t dtype)
+      : bits(dtype & 1 ? 8 : 4),
+        group(int64_t{16} << (dtype >> 4 & 3)),
+        scales((dtype >> 1 & 3) == 0 ? FLOAT32 : (dtype >> 1 & 3) == 1 ? BFLOAT16 : FLOAT16),
+        has_offsets(dtype >> 3 & 1) {}
+
+  constexpr int64_t groups() const { return K_BLOCK / group; }
+  constexpr int64_t offsets_at() const { return groups() * PANEL * size_of(scales); }
+  constexpr int64_t numbers_at() const {
+    return (offsets_at() + (has_offsets ? groups() * PANEL * 4 : 0) + 63) / 64 * 64;
+  }
+  constexpr int64_t block_bytes() const { return numbers_at() + K_BLOCK * PANEL * bits / 8; }
+};
+
 // The layout of packed weights is the same for every instruction set: panels [columns / 16][inner / group][16][group].
 // The `group` consecutive values of k of one column are adjacent. The last panel and the last group are padded with
 // zeros. In an int8 panel, each block of K_BLOCK values of k follows its scales; the last block may be shorter. The
@@ -44,6 +78,7 @@ constexpr int64_t BLOCK_SCALES = PANEL * 4;
 constexpr int64_t group_of(int64_t dtype) { return 4 / size_of(dtype); }
 
 constexpr int64_t padded_inner(int64_t dtype, int64_t inner) {
+  if (is_grouped(dtype)) return (inner + K_BLOCK - 1) / K_BLOCK * K_BLOCK;
   return (inner + group_of(dtype) - 1) / group_of(dtype) * group_of(dtype);
 }
 
@@ -53,6 +88,7 @@ constexpr int64_t block_offset(int64_t dtype, int64_t k) {
 }
 
 constexpr int64_t panel_bytes(int64_t dtype, int64_t inner) {
+  if (is_grouped(dtype)) return padded_inner(dtype, inner) / K_BLOCK * CodeLayout(dtype).block_bytes();
   const int64_t scales = dtype == INT8 ? (inner + K_BLOCK - 1) / K_BLOCK * BLOCK_SCALES : 0;
   return padded_inner(dtype, inner) * PANEL * size_of(dtype) + scales;
 }
@@ -76,6 +112,19 @@ struct Packing {
   void* panels;
 };
 
+// Codes [columns, inner], scales [columns, groups] of the layout's dtype, offsets float32 [columns, groups] or null, and
+// where to pack them. A group is `group` columns of a row; one that exceeds K_BLOCK is repeated in each block.
+struct CodePacking {
+  int64_t packed_dtype;
+  const uint8_t* codes;
+  const char* scales;
+  const float* offsets;
+  int64_t columns;
+  int64_t inner;
+  int64_t group;
+  char* panels;
+};
+
 // A packed weight, aligned to 64 bytes. `bias` [columns] is null if the layer has none.
 struct Weight {
   int64_t dtype;
@@ -83,10 +132,12 @@ struct Weight {
   const float* bias;
   int64_t columns;
   int64_t inner;
+  // [inner], of weights in codes only: the number of x that each packed k multiplies. Null if they are in order.
+  const int64_t* order = nullptr;
 };
 
-// y [rows, columns] = x [rows, inner] * weight^T + bias. x and y are of `dtype`; the weight is of `dtype` or INT8. See
-// linear.cpp.
+// y [rows, columns] = x [rows, inner] * weight^T + bias. x and y are of `dtype`; the weight is of `dtype`, of INT8 or in
+// codes. See linear.cpp and code_product.hpp.
 struct Linear {
   int64_t dtype;
   const void* x;

@@ -8,6 +8,7 @@
 // parallel. x is copied to float32 tiles [inner][rows of the tile] of at most ROWS rows.
 #include "linear.hpp"
 
+#include "grouped.hpp"
 #include "row_tiles.hpp"
 #include "write_row.hpp"
 
@@ -370,22 +371,28 @@ void pack_panel(const fissile::Packing& work, int64_t task) {
 }
 
 int64_t linear_scratch(const fissile::Linear& work) {
+  if (fissile::is_grouped(work.weight.dtype)) return grouped_scratch(work);
   return work.rows * fissile::padded_inner(work.weight.dtype, work.weight.inner);
 }
 
-int64_t linear_pack_tasks(const fissile::Linear& work) { return parts(work.rows, ROWS); }
+int64_t linear_pack_tasks(const fissile::Linear& work) {
+  return fissile::is_grouped(work.weight.dtype) ? grouped_pack_tasks(work) : parts(work.rows, ROWS);
+}
 
 void linear_pack(const fissile::Linear& work, int64_t task) {
-  if (work.dtype == fissile::FLOAT32) pack_rows<float>(work, task);
+  if (fissile::is_grouped(work.weight.dtype)) grouped_pack(work, task);
+  else if (work.dtype == fissile::FLOAT32) pack_rows<float>(work, task);
   else pack_rows<Bf16>(work, task);
 }
 
 int64_t linear_tasks(const fissile::Linear& work) {
+  if (fissile::is_grouped(work.weight.dtype)) return grouped_tasks(work);
   return parts(parts(work.weight.columns, PANEL), TASK_PANELS) * parts(parts(work.rows, ROWS), TASK_TILES);
 }
 
 void linear(const fissile::Linear& work, int64_t task) {
-  if (work.weight.dtype == fissile::FLOAT32) run<float>(work, task);
+  if (fissile::is_grouped(work.weight.dtype)) grouped(work, task);
+  else if (work.weight.dtype == fissile::FLOAT32) run<float>(work, task);
   else if (work.weight.dtype == fissile::BFLOAT16) run<Bf16>(work, task);
   else run<Int8>(work, task);
 }

@@ -12,7 +12,8 @@ extern const fissile::Kernels kernels;
 namespace FISSILE_ISA {
 
 FISSILE_INLINE bool takes_bf16(const fissile::Linear& work) {
-  return work.dtype == fissile::BFLOAT16 && work.weight.dtype != fissile::FLOAT32;
+  return work.dtype == fissile::BFLOAT16 && work.weight.dtype != fissile::FLOAT32 &&
+         !fissile::is_grouped(work.weight.dtype);
 }
 
 // Calls OWN for products that takes_bf16() accepts, and the base table's kernel for others.
