@@ -84,8 +84,8 @@ class Config:
             so that a token never depends on the batch. CPU kernels always do so.
         enforce_eager: whether decode steps run kernel by kernel on a GPU, instead of as captured graphs.
         quantize: `int8`, or `fp8` (E4M3) on GPUs, brings the weights of matrix products to 8 bits when they are loaded,
-            with a scale for each output and 128 inputs; `w8a8_int8` and `w8a8_fp8`, on GPUs, do so with a scale for
-            each output, and bring each row that is multiplied to 8 bits too; `no` keeps `dtype`.
+            with a scale for each output and 128 inputs; `int4` to 4, with one for 32. `w8a8_int8` and `w8a8_fp8`, on
+            GPUs, have one for each output, and bring each row that is multiplied to 8 bits too. `no` keeps `dtype`.
         tensor_parallel_size: ranks that share the model, each a process of its own when there are several.
         enable_expert_parallel: whether each rank holds some experts of a mixture whole, instead of a part of each.
         parallel_config: engines in lockstep, whose ranks share the experts.

@@ -343,10 +343,10 @@ class ExpertWeights:
 
 @dataclass(frozen=True)
 class PackedFormat:
-    """8-bit numbers of a packed weight, in place of the model's dtype.
+    """Numbers of 8 or 4 bits of a packed weight, in place of the model's dtype.
 
     Attributes:
-        dtype: int8, or the device's FP8.
+        dtype: int8, or the device's FP8; quint4x2 for codes of 4 bits (kernels/grouped_weight.py, nearest_codes).
         quantizes_rows: False: one scale for each row of the weight and each 128 numbers of K, and x keeps its dtype.
             True: one scale for each row of the weight, and x is converted to `dtype` too, with one scale for each of
             its rows.
@@ -898,7 +898,7 @@ class KernelBackend(Protocol):
         ...
 
     def packed_format(self, name: str, dtype: torch.dtype) -> PackedFormat | None:
-        """Packed format of a model's weights in `dtype` for `name`: `int8`, `fp8`, `w8a8_int8` or `w8a8_fp8`.
+        """Packed format of a model's weights in `dtype` for `name`, one of `QUANTIZE`.
 
         None where that cannot be. FP8 is E4M3, in the form that the device multiplies.
         """

@@ -14,7 +14,7 @@ MIXED: Final = "mixed"
 SCHEDULING_POLICIES: Final = (PREFILL_FIRST, MIXED)
 # Formats that weights are quantized to when they are loaded.
 QUANTIZE_NO: Final = "no"
-QUANTIZE: Final = (QUANTIZE_NO, "int8", "fp8", "w8a8_int8", "w8a8_fp8")
+QUANTIZE: Final = (QUANTIZE_NO, "int8", "int4", "fp8", "w8a8_int8", "w8a8_fp8")
 DTYPES: Final = ("float32", "bfloat16", "float16")
 KV_CACHE_DTYPES: Final = ("bfloat16", "float16", "fp8")
 # The granularity of the scales of quantized weights.

@@ -21,7 +21,7 @@ from kernels.cpu.experts import CpuExpertOps
 from kernels.cpu.fallback import Fallback
 from kernels.cpu.fused import NativeDecoder
 from kernels.cpu.library import DTYPES, KV_DTYPES
-from kernels.cpu.linear import CpuLinearOps
+from kernels.cpu.linear import FORMATS, CpuLinearOps
 from kernels.cpu.sampling import CpuSamplingOps
 from kernels.interface import GROUPED, Decoder, DraftHead, KernelBackend, PackedFormat, QuantizedFormat, Ranks
 
@@ -85,7 +85,7 @@ class CpuBackend(KernelBackend):
 
     @override
     def packed_format(self, name: str, dtype: torch.dtype) -> PackedFormat | None:
-        return PackedFormat(torch.int8) if name == "int8" and dtype in DTYPES else None
+        return PackedFormat(FORMATS[name]) if name in FORMATS and dtype in DTYPES else None
 
     @override
     def keeps_quantized(self, stored: QuantizedFormat, dtype: torch.dtype) -> bool:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from ctypes import CDLL
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from typing_extensions import override
 
 from kernels.cpu import linear
 from kernels.cpu.fallback import Fallback
-from kernels.cpu.library import DTYPES, PACKED_DTYPES, check
+from kernels.cpu.library import DTYPES, check
 from kernels.cpu.routing import route
-from kernels.interface import ClampedSwiglu, ExpertOps, ExpertWeights, PackedFormat, Routing
-from kernels.quantized_weight import as_floats
+from kernels.grouped_weight import GroupedWeight, alike
+from kernels.interface import AnyWeight, ClampedSwiglu, ExpertOps, ExpertWeights, PackedFormat, Routing
 from kernels.torch_backend.moe import TorchPackedExperts
 
 
@@ -25,7 +25,8 @@ class PanelExperts:
     Attributes:
         gate_up: int8 [E, bytes of a packed weight [2I, H]].
         down: int8 [E, bytes of a packed weight [H, I]].
-        code: as PanelLinear's, of both.
+        code: as PanelLinear's, of `gate_up`.
+        down_code: the same of `down`.
         gate_up_bias: float32 [E, 2I] or None.
         down_bias: float32 [E, H] or None.
         inner: I.
@@ -36,6 +37,7 @@ class PanelExperts:
     gate_up: torch.Tensor
     down: torch.Tensor
     code: int
+    down_code: int
     gate_up_bias: torch.Tensor | None
     down_bias: torch.Tensor | None
     inner: int
@@ -94,13 +96,34 @@ def pack(
 ) -> PanelExperts:
     """Packs experts one by one, in `dtype`, one of `DTYPES`; `packed_dtype` as in `linear.pack`."""
     gate_up, down, inner = [], [], 0
-    for expert in experts:
-        gate_up.append(linear.pack(library, as_floats(expert.gate_up), expert.gate_up_bias, dtype, packed_dtype))
-        down.append(linear.pack(library, as_floats(expert.down), expert.down_bias, dtype, packed_dtype))
+    for expert in _alike(experts):
+        gate_up.append(linear.pack_any(library, expert.gate_up, expert.gate_up_bias, dtype, packed_dtype))
+        down.append(linear.pack_any(library, expert.down, expert.down_bias, dtype, packed_dtype))
         inner = expert.down.shape[1]
     panels = linear.stacked(gate_up), linear.stacked(down)
-    code = PACKED_DTYPES[packed_dtype or dtype]
-    return PanelExperts(first, len(down), *panels, code, _biases(gate_up), _biases(down), inner, clamp)
+    code, down_code = (packed[0].code if packed else 0 for packed in (gate_up, down))
+    return PanelExperts(first, len(down), *panels, code, down_code, _biases(gate_up), _biases(down), inner, clamp)
+
+
+def _alike(experts: Iterable[ExpertWeights]) -> Iterator[ExpertWeights]:
+    """The experts, whose weights in codes all get one form; one after another if they are none."""
+    each = iter(experts)
+    first = next(each, None)
+    if first is None:
+        return
+    if not isinstance(first.gate_up, GroupedWeight) and not isinstance(first.down, GroupedWeight):
+        yield first
+        yield from each
+        return
+    every = [first, *each]
+    gate_ups, downs = (_in_one_form([one.gate_up for one in every]), _in_one_form([one.down for one in every]))
+    for one, gate_up, down in zip(every, gate_ups, downs, strict=True):
+        yield replace(one, gate_up=gate_up, down=down)
+
+
+def _in_one_form(weights: list[AnyWeight]) -> Sequence[AnyWeight]:
+    grouped = [weight for weight in weights if isinstance(weight, GroupedWeight)]
+    return alike(grouped) if len(grouped) == len(weights) else weights
 
 
 def _biases(packed: list[linear.PanelLinear]) -> torch.Tensor | None:
@@ -130,6 +153,7 @@ def moe(
             packed.code,
             packed.gate_up.data_ptr(),
             None if packed.gate_up_bias is None else packed.gate_up_bias.data_ptr(),
+            packed.down_code,
             packed.down.data_ptr(),
             None if packed.down_bias is None else packed.down_bias.data_ptr(),
             0.0 if packed.clamp is None else packed.clamp.alpha,

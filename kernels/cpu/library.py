@@ -26,6 +26,7 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "fissile_packed_bytes": (_INT, (_INT, _INT, _INT)),
     "fissile_pack_linear": (None, (_INT, _POINTER, _INT, _INT, _INT, _POINTER)),
     "fissile_pack_codes": (None, (_INT, _POINTER, _POINTER, _POINTER, _INT, _INT, _INT, _POINTER)),
+    "fissile_nearest_codes": (None, (_POINTER, _INT, _INT, _POINTER, _INT, _POINTER, _POINTER)),
     "fissile_linear": (
         ctypes.c_int,
         (_INT, _POINTER, *[_INT] * 5, _POINTER, _POINTER, _POINTER, _POINTER, _INT),
@@ -39,7 +40,7 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
         ctypes.c_int,
         (
             *(_INT, _POINTER, _INT, _INT, _INT, _INT, _POINTER, _POINTER, _INT, _INT),
-            *(_INT, _POINTER, _POINTER, _POINTER, _POINTER, _FLOAT, _FLOAT, _POINTER),
+            *(_INT, _POINTER, _POINTER, _INT, _POINTER, _POINTER, _FLOAT, _FLOAT, _POINTER),
         ),
     ),
     "fissile_norm": (

@@ -12,10 +12,13 @@ from typing_extensions import override
 from kernels import large_pages
 from kernels.cpu.fallback import Fallback
 from kernels.cpu.library import CACHE_LINE, CODE_SCALES, CODES, DTYPES, PACKED_DTYPES, PANEL, check
-from kernels.grouped_weight import BLOCK, GroupedWeight
+from kernels.grouped_weight import BLOCK, DIVISORS, NEAREST_GROUP, GroupedWeight
 from kernels.interface import AnyWeight, LinearOps, PackedFormat
 from kernels.quantized_weight import as_floats
 from kernels.torch_backend.linear import PackedHeads, PackedLinear
+
+# Formats of weights that are quantized when they are packed -> what `PackedFormat` says.
+FORMATS = {"int8": torch.int8, "int4": torch.quint4x2}
 
 
 @dataclass(frozen=True)
@@ -69,10 +72,8 @@ class CpuLinearOps(LinearOps):
         dtype: torch.dtype,
         packed_format: PackedFormat | None = None,
     ) -> PanelLinear | PackedLinear:
-        if dtype in DTYPES and packed_format is None and isinstance(weight, GroupedWeight):
-            return pack_codes(self._library, weight, bias, dtype)
         if dtype in DTYPES:
-            return pack(self._library, as_floats(weight), bias, dtype, packed_dtype(packed_format))
+            return pack_any(self._library, weight, bias, dtype, packed_dtype(packed_format))
         self._fallback.used = True
         packed: PackedLinear = self._torch.pack(weight, bias, dtype, packed_format)
         return packed
@@ -123,6 +124,21 @@ def packed_dtype(packed_format: PackedFormat | None) -> torch.dtype | None:
     return packed_format.dtype
 
 
+def pack_any(
+    library: CDLL,
+    weight: AnyWeight,
+    bias: torch.Tensor | None,
+    dtype: torch.dtype,
+    packed_dtype: torch.dtype | None,
+) -> PanelLinear:
+    """Packs a weight of any form: codes as they are, or as `packed_dtype` says, which may be quint4x2 too."""
+    if packed_dtype == torch.quint4x2:
+        return pack_codes(library, nearest_codes(library, as_floats(weight).to(dtype)), bias, dtype)
+    if packed_dtype is None and isinstance(weight, GroupedWeight):
+        return pack_codes(library, weight, bias, dtype)
+    return pack(library, as_floats(weight), bias, dtype, packed_dtype)
+
+
 def pack(
     library: CDLL,
     weight: torch.Tensor,
@@ -148,9 +164,7 @@ def pack(
     return PanelLinear(panels, code, None if bias is None else bias.to(dtype, copy=True).float(), columns, inner)
 
 
-def pack_codes(
-    library: CDLL, weight: GroupedWeight, bias: torch.Tensor | None, dtype: torch.dtype
-) -> PanelLinear:
+def pack_codes(library: CDLL, weight: GroupedWeight, bias: torch.Tensor | None, dtype: torch.dtype) -> PanelLinear:
     """Packs a weight [N, K] in codes, and a bias [N] in `dtype`, one of `DTYPES`; copies both."""
     columns, inner = weight.shape
     scales, offsets = weight.scales.contiguous(), _added(weight)
@@ -171,6 +185,24 @@ def pack_codes(
     )
     rounded_bias = None if bias is None else bias.to(dtype, copy=True).float()
     return PanelLinear(panels, code, rounded_bias, columns, inner, weight.order)
+
+
+def nearest_codes(library: CDLL, weight: torch.Tensor) -> GroupedWeight:
+    """As grouped_weight.nearest_codes, to the bit, in a hundredth of the time."""
+    rows, inner = weight.shape
+    codes = torch.empty(rows, inner, dtype=torch.uint8)
+    scales = torch.empty(rows, -(-inner // NEAREST_GROUP), dtype=torch.bfloat16)
+    numbers, divisors = weight.float().contiguous(), torch.tensor(DIVISORS)
+    library.fissile_nearest_codes(
+        numbers.data_ptr(),
+        rows,
+        inner,
+        divisors.data_ptr(),
+        len(DIVISORS),
+        codes.data_ptr(),
+        scales.data_ptr(),
+    )
+    return GroupedWeight(codes, 4, NEAREST_GROUP, scales)
 
 
 def _added(weight: GroupedWeight) -> torch.Tensor | None:

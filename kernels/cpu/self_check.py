@@ -17,6 +17,7 @@ from kernels.cpu import attention, elementwise, experts, linear, sampling
 from kernels.cpu.attention import StepArrays
 from kernels.cpu.library import DTYPES, PLAIN, select
 from kernels.cpu.routing import route
+from kernels.grouped_weight import GroupedWeight
 from kernels.interface import AllowedBits, AttentionMetaData, ExpertWeights, IndexSpec, KVSpec, Routing, SampleParams
 from kernels.logprobs import log_normalizers
 from kernels.penalties import Penalties, SeenIds
@@ -27,7 +28,7 @@ from kernels.torch_backend.attention import PagedKVCache
 TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 1.6e-2}
 ROWS = 40
 # How many rows are computed at once, to be compared with all at once: on both sides of tiles of 6, 12 and 16 rows, and
-# of 4, 8 and 16 rows of int8 weights.
+# of 4, 8 and 16 rows of int8 weights; tiles of codes have 6.
 COUNTS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 13, 16, 17, 33)
 
 Rows = torch.Tensor
@@ -101,6 +102,7 @@ def checks(dtype: torch.dtype) -> list[Check]:
         # (columns, k): whole and broken panels, tasks of 4 and 8 panels, more k than are multiplied at once, odd k.
         *(_linear(n, k, dtype, dtype) for n, k in ((150, 1101), (33, 24), (16, 64))),
         _linear(70, 301, dtype, torch.int8),
+        *(_codes(bits, dtype) for bits in (4, 8)),
         *(_gated_linear(dtype, packed_dtype) for packed_dtype in (dtype, torch.int8)),
         _argmax(dtype),
         _norm(dtype),
@@ -135,6 +137,25 @@ def _linear(columns: int, inner: int, dtype: torch.dtype, packed_dtype: torch.dt
     entries = ("pack_panel", "linear_scratch", "linear_pack_tasks", "linear_pack", "linear_tasks", "linear")
     kind = " of int8 weights" if packed_dtype == torch.int8 else ""
     return Check(f"linear {inner} to {columns}{kind}", entries, compute)
+
+
+def _codes(bits: int, dtype: torch.dtype) -> Check:
+    """Check of codes in groups of 32, with offsets, whose scales are float16 and float32."""
+    columns, inner = 70, 301
+    draw = torch.Generator().manual_seed(bits)
+    codes = torch.randint(0, 1 << bits, (columns, inner), dtype=torch.uint8, generator=draw)
+    scales = torch.rand(columns, 10, generator=draw) / (1 << bits)
+    if bits == 4:
+        weight = GroupedWeight(codes, bits, 32, scales.half())
+    else:
+        weight = GroupedWeight(codes, bits, 32, scales, offsets=torch.rand(columns, 10, generator=draw))
+    x = _drawn(ROWS, inner, dtype=dtype)
+
+    def compute(library: CDLL, rows: Rows) -> torch.Tensor:
+        return linear.linear(library, x[rows], linear.pack_codes(library, weight, None, dtype))
+
+    entries = ("linear_scratch", "linear_pack_tasks", "linear_pack", "linear_tasks", "linear")
+    return Check(f"linear {inner} to {columns} of codes of {bits} bits", entries, compute)
 
 
 def _gated_linear(dtype: torch.dtype, packed_dtype: torch.dtype) -> Check:

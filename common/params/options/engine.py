@@ -75,8 +75,8 @@ _MODEL: Final = (
     Option(
         "--quantize", "FISSILE_QUANTIZE",
         "Quantize the weights when they are loaded. int8 (on GPUs fp8 too): weights only, at half the memory of "
-        "bfloat16. w8a8_int8, w8a8_fp8 (GPUs): activations in 8 bits too. no: as in the checkpoint. Answers change "
-        "slightly. Under --failover exact, requests move only between workers with the same setting.",
+        "bfloat16. int4: under a third. w8a8_int8, w8a8_fp8 (GPUs): activations in 8 bits too. no: as in checkpoints. "
+        "Answers change. Under --failover exact, requests move only between workers with the same setting.",
         (SERVE, *MODEL_COMMANDS), click.Choice(QUANTIZE), QUANTIZE[0], is_passed_on=True, field="quantize",
     ),
     Option(

@@ -62,50 +62,6 @@ FISSILE_API void fissile_pack_linear(
 
 namespace {
 
-// Packs panel `panel` of a weight in codes.
-void pack_code_panel(const CodePacking& work, int64_t panel) {
-  const CodeLayout layout(work.packed_dtype);
-  const int64_t bytes = size_of(layout.scales), groups = (work.inner + work.group - 1) / work.group;
-  char* block = work.panels + panel * panel_bytes(work.packed_dtype, work.inner);
-  for (int64_t first = 0; first < work.inner; first += K_BLOCK, block += layout.block_bytes()) {
-    std::memset(block, 0, static_cast<size_t>(layout.block_bytes()));
-    for (int64_t c = 0; c < std::min(PANEL, work.columns - panel * PANEL); c++) {
-      const int64_t column = panel * PANEL + c;
-      for (int64_t g = 0; g < layout.groups() && first + g * layout.group < work.inner; g++) {
-        const int64_t from = column * groups + (first + g * layout.group) / work.group, to = g * PANEL + c;
-        std::memcpy(block + to * bytes, work.scales + from * bytes, static_cast<size_t>(bytes));
-        if (work.offsets) std::memcpy(block + layout.offsets_at() + to * 4, work.offsets + from, 4);
-      }
-    }
-    for (int64_t c = 0; c < PANEL; c++)
-      for (int64_t k = 0; k < K_BLOCK; k++) {
-        const bool there = panel * PANEL + c < work.columns && first + k < work.inner;
-        const int64_t middle = layout.bits == 4 ? 8 : 128;
-        const int64_t code = there ? work.codes[(panel * PANEL + c) * work.inner + first + k] : middle;
-        char* const numbers = block + layout.numbers_at();
-        if (layout.bits == 8) {
-          numbers[(k / 4 * PANEL + c) * 4 + k % 4] = static_cast<char>(code - middle);
-        } else {
-          // Two codes of one byte are two pairs apart.
-          char& byte = numbers[(k / 8 * PANEL + c) * 4 + k % 2 * 2 + k % 8 / 4];
-          byte = static_cast<char>(byte | code << (k % 4 / 2 * 4));
-        }
-      }
-  }
-}
-
-}  // namespace
-
-// Packs codes as CodePacking says. A group is `group` columns, which the packed dtype's group divides or equals.
-FISSILE_API void fissile_pack_codes(
-    int64_t packed_dtype, const uint8_t* codes, const char* scales, const float* offsets, int64_t columns,
-    int64_t inner, int64_t group, char* panels) {
-  const CodePacking work{packed_dtype, codes, scales, offsets, columns, inner, group, panels};
-  share((columns + PANEL - 1) / PANEL, pack_code_panel, work);
-}
-
-namespace {
-
 // Several matrix products whose tasks all threads share.
 class Products {
  public:
@@ -263,8 +219,9 @@ bool multiply(const Pairs& pairs, int64_t dtype, const Weight& first, const void
 // all contiguous. An expert has `inner` inner units. `alpha` and `limit` are those of SiluAndMul.
 FISSILE_API int fissile_moe(
     int64_t dtype, const void* x, int64_t rows, int64_t hidden, int64_t inner, int64_t slots, const int64_t* ids,
-    const float* weights, int64_t first, int64_t experts, int64_t weight_dtype, const void* gate_up,
-    const float* gate_up_bias, const void* down, const float* down_bias, float alpha, float limit, void* y) {
+    const float* weights, int64_t first, int64_t experts, int64_t gate_up_dtype, const void* gate_up,
+    const float* gate_up_bias, int64_t down_dtype, const void* down, const float* down_bias, float alpha, float limit,
+    void* y) {
   return failed([&] {
     const Pairs pairs(ids, rows, slots, first, experts);
     const int64_t count = static_cast<int64_t>(pairs.row_at.size());
@@ -276,10 +233,10 @@ FISSILE_API int fissile_moe(
     for (int64_t place = 0; place < count; place++)
       std::memcpy(offset(a, dtype, place * hidden), offset(x, dtype, pairs.row_at[place] * hidden),
                   static_cast<size_t>(hidden * size_of(dtype)));
-    if (!multiply(pairs, dtype, {weight_dtype, gate_up, gate_up_bias, 2 * inner, hidden}, a, b)) return false;
+    if (!multiply(pairs, dtype, {gate_up_dtype, gate_up, gate_up_bias, 2 * inner, hidden}, a, b)) return false;
     const SiluAndMul activation{dtype, b, count, 2 * inner, inner, a, inner, alpha, limit};
     share(kernels().silu_and_mul_tasks(activation), kernels().silu_and_mul, activation);
-    if (!multiply(pairs, dtype, {weight_dtype, down, down_bias, hidden, inner}, a, b)) return false;
+    if (!multiply(pairs, dtype, {down_dtype, down, down_bias, hidden, inner}, a, b)) return false;
     const Combine sum{dtype, b, rows, slots, hidden, pairs.places.data(), weights, y};
     return share(kernels().combine_tasks(sum), kernels().combine, sum);
   });

@@ -61,22 +61,37 @@ struct BlockRows {
   const float* sums;
 };
 
+// Calls `f` for each row, panel and vector of a panel, unrolled.
+template <int ROW_COUNT, int PANELS, class F>
+FISSILE_INLINE void each_vector(const F& f) {
+#pragma GCC unroll 16
+  for (int r = 0; r < ROW_COUNT; r++)
+#pragma GCC unroll 4
+    for (int p = 0; p < PANELS; p++)
+#pragma GCC unroll 2
+      for (int v = 0; v < PANEL_VECTORS; v++) f(r, p, v);
+}
+
 // totals[row][column] += x times a block, for ROW_COUNT rows and PANELS panels. If it decodes numbers, it prefetches a
 // block from `next` on for each panel.
 template <class Math, class Source, int ROW_COUNT, int PANELS>
 __attribute__((noinline)) void multiply_codes(const CodeLayout& layout, BlockRows<typename Math::Factor> x,
                                               const CodeBlock& block, const char* next, float* totals, int64_t width) {
   constexpr bool PREFETCHES = Source::COUNT > 1;
+  // Totals stay in registers beside the sums of a group if both fit, with numbers and decoded numbers.
+  constexpr bool KEEPS_TOTALS = (2 * ROW_COUNT + 2) * PANELS * PANEL_VECTORS <= 28;
   const Source source;
   const char* numbers = block.numbers;
+  float* const first_total = totals;
+  Floats kept[ROW_COUNT][PANELS][PANEL_VECTORS];
+  if constexpr (KEEPS_TOTALS)
+    each_vector<ROW_COUNT, PANELS>([&](int r, int p, int v) __attribute__((always_inline)) {
+      kept[r][p][v] = load(first_total + r * width + p * PANEL + v * WIDTH);
+    });
   for (int64_t group = 0, count = layout.groups(); group < count; group++) {
     Floats sums[ROW_COUNT][PANELS][PANEL_VECTORS];
-#pragma GCC unroll 16
-    for (int r = 0; r < ROW_COUNT; r++)
-#pragma GCC unroll 4
-      for (int p = 0; p < PANELS; p++)
-#pragma GCC unroll 2
-        for (int v = 0; v < PANEL_VECTORS; v++) sums[r][p][v] = zeros();
+    each_vector<ROW_COUNT, PANELS>(
+        [&](int r, int p, int v) __attribute__((always_inline)) { sums[r][p][v] = zeros(); });
     for (int64_t k = 0; k < layout.group; k += Source::COUNT * Math::STEP) {
       typename Source::Loaded loaded[PANELS][PANEL_VECTORS];
 #pragma GCC unroll 4
@@ -106,23 +121,31 @@ __attribute__((noinline)) void multiply_codes(const CodeLayout& layout, BlockRow
       x.factors += Source::COUNT * ROW_COUNT;
       if (PREFETCHES) next += PANEL_WORDS;
     }
-#pragma GCC unroll 4
+    Floats scales[PANELS][PANEL_VECTORS], offsets[PANELS][PANEL_VECTORS];
     for (int p = 0; p < PANELS; p++)
-#pragma GCC unroll 2
       for (int v = 0; v < PANEL_VECTORS; v++) {
         const char* const packed = block.packed + p * block.packed_stride;
         const int64_t number = group * PANEL + v * WIDTH;
-        const Floats scale = scale_of(layout, packed, number);
-        const float* const offsets = reinterpret_cast<const float*>(packed + layout.offsets_at());
-#pragma GCC unroll 16
-        for (int r = 0; r < ROW_COUNT; r++) {
-          float* const to = totals + r * width + p * PANEL + v * WIDTH;
-          Floats total = fma(sums[r][p][v], scale, load(to));
-          if (x.sums) total = fma(splat(x.sums[group * ROW_COUNT + r]), load(offsets + number), total);
-          store(to, total);
-        }
+        scales[p][v] = scale_of(layout, packed, number);
+        if (x.sums) offsets[p][v] = load(reinterpret_cast<const float*>(packed + layout.offsets_at()) + number);
       }
+    each_vector<ROW_COUNT, PANELS>([&](int r, int p, int v) __attribute__((always_inline)) {
+      float* const at = first_total + r * width + p * PANEL + v * WIDTH;
+      if constexpr (KEEPS_TOTALS) kept[r][p][v] = fma(sums[r][p][v], scales[p][v], kept[r][p][v]);
+      else store(at, fma(sums[r][p][v], scales[p][v], load(at)));
+    });
+    if (x.sums)
+      each_vector<ROW_COUNT, PANELS>([&](int r, int p, int v) __attribute__((always_inline)) {
+        float* const at = first_total + r * width + p * PANEL + v * WIDTH;
+        const Floats sum = splat(x.sums[group * ROW_COUNT + r]);
+        if constexpr (KEEPS_TOTALS) kept[r][p][v] = fma(sum, offsets[p][v], kept[r][p][v]);
+        else store(at, fma(sum, offsets[p][v], load(at)));
+      });
   }
+  if constexpr (KEEPS_TOTALS)
+    each_vector<ROW_COUNT, PANELS>([&](int r, int p, int v) __attribute__((always_inline)) {
+      store(first_total + r * width + p * PANEL + v * WIDTH, kept[r][p][v]);
+    });
   // Scales and offsets, which the loop above did not prefetch.
   if (PREFETCHES)
     for (int64_t line = 0; line < layout.numbers_at(); line += PANEL_WORDS)
@@ -184,6 +207,8 @@ class CodeProduct {
   // Columns of a task: fewer with many rows, so that threads end at about the same time.
   static constexpr int64_t FEW_ROWS_PANELS = 4, PANELS = 2;
   static constexpr int64_t FACTORS = K_BLOCK / Math::STEP;
+  // A single block ahead arrives too late: one takes a fifth of a microsecond.
+  static constexpr int64_t BLOCKS_AHEAD = 2;
   // Rows of the smallest tile that reads decoded numbers.
   static constexpr int SMALLEST = (Math::ROWS + 1) / 2 < Math::FEW_ROWS ? (Math::ROWS + 1) / 2 : Math::FEW_ROWS + 1;
 
@@ -298,9 +323,10 @@ class CodeProduct {
     return weights_ + panel * panel_stride_ + block * layout_.block_bytes();
   }
 
-  // The block that follows in memory, or the first one of the next task's panels.
+  // A block to prefetch, some blocks ahead in this task's panels or in the next one's.
   const char* after(int64_t panel, int64_t block) const {
-    return block + 1 < blocks(work_) ? at(panel, block + 1) : at(panel + task_panels(work_), 0);
+    const int64_t next = block + BLOCKS_AHEAD, all = blocks(work_);
+    return next < all ? at(panel, next) : at(panel + task_panels(work_), next - all);
   }
 
   BlockRows<Factor> rows_of(const RowTile& tile, int64_t block) const {

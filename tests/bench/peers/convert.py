@@ -11,7 +11,8 @@ from typing import Final
 from tests.bench.peers.checkpoint import add_shape_option
 from tests.bench.peers.folder import GGUF_TYPES, AbsentError, PeerFolder, add_folder_option, need
 
-_OUTTYPES: Final = dict(zip(GGUF_TYPES, ("bf16", "f16", "q8_0"), strict=True))
+# What llama.cpp's converter writes; its other types are made by llama-quantize from bfloat16.
+_OUTTYPES: Final = {"bf16": "bf16", "f16": "f16", "q8": "q8_0"}
 _SCRIPT: Final = Path(__file__).with_name("llama_converter.py")
 
 
@@ -27,7 +28,12 @@ def convert(folder: PeerFolder, shape: str, kind: str) -> Path:
     checkpoint, target = need(folder.checkpoint(shape) / "tokenizer.json", make).parent, folder.gguf(shape, kind)
     if not target.exists():
         unfinished = target.with_suffix(".part")
-        command = [python, _SCRIPT, source, checkpoint, "--outtype", _OUTTYPES[kind], "--outfile", unfinished]
+        command: list[str | Path] = []
+        if kind in _OUTTYPES:
+            command = [python, _SCRIPT, source, checkpoint, "--outtype", _OUTTYPES[kind], "--outfile", unfinished]
+        else:
+            quantize = need(folder.llama_program("llama-quantize"), install)
+            command = [quantize, convert(folder, shape, "bf16"), unfinished, kind.upper()]
         subprocess.run([str(part) for part in command], check=True)
         unfinished.replace(target)
     return target

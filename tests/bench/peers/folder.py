@@ -9,7 +9,7 @@ from typing import Final
 
 DEFAULT: Final = Path.home() / ".cache" / "fissile-peers"
 # File types of llama.cpp that the checkpoint is converted to, by the name that a peer has after its hyphen.
-GGUF_TYPES: Final = ("bf16", "f16", "q8")
+GGUF_TYPES: Final = ("bf16", "f16", "q8", "q4_0", "q4_k_m")
 
 
 class AbsentError(Exception):

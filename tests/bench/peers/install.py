@@ -27,7 +27,7 @@ LLAMA: Final = "llama-cpp-python==0.3.36"
 TCMALLOC: Final = "libtcmalloc-minimal4"
 # The wheel wants these of PyTorch's own index; a text model on CPUs uses none of them.
 _NOT_NEEDED: Final = ("torch", "torchvision", "torchaudio", "torchcodec")
-_LLAMA_TARGETS: Final = ("llama-server",)
+_LLAMA_TARGETS: Final = ("llama-server", "llama-quantize")
 # This processor's instructions, static libraries, and no part that a server of one text model does not need.
 _LLAMA_OPTIONS: Final = (
     "-DCMAKE_BUILD_TYPE=Release",

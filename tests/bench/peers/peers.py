@@ -290,12 +290,18 @@ def grpc_serves(port: int) -> bool:
 
 # What the worker or the offline engine is started with beside the common options.
 _INT8: Final = ("--quantize", "int8")
+_INT4: Final = ("--quantize", "int4")
 _SERVED: Final[dict[str, tuple[str, ...]]] = {
     "fissile": (),
     "fissile-int8": _INT8,
+    "fissile-int4": _INT4,
     **{f"fissile-{policy}": ("--scheduling-policy", policy) for policy in SCHEDULING_POLICIES},
 }
-_OFFLINE: Final[dict[str, tuple[str, ...]]] = {"fissile-offline": (), "fissile-offline-int8": _INT8}
+_OFFLINE: Final[dict[str, tuple[str, ...]]] = {
+    "fissile-offline": (),
+    "fissile-offline-int8": _INT8,
+    "fissile-offline-int4": _INT4,
+}
 
 
 def _fissile_environment() -> dict[str, str]:

@@ -18,9 +18,10 @@ from tests.bench.peers.floors import Machine, Shape, closed_loop_bound
 from tests.bench.peers.plan import PROMPTS
 
 REFERENCE: Final = "vllm"
-# Bytes of a weight by the end of a peer's name; Q8_0 has a scale of two bytes for 32 numbers, our int8
-# one of four for 128.
-_WEIGHT_BYTES: Final = {"-q8": 34 / 32, "-int8": 1.0 + 4 / 128}
+# Bytes of a weight by the end of a peer's name. Q8_0, Q4_0 and our int4 have a scale of two bytes for 32 numbers, our
+# int8 one of four for 128. Q4_K_M has Q6_K for the head and for half of some projections: this is its mean for the
+# shape of Qwen3-0.6B, by the size of its file.
+_WEIGHT_BYTES: Final = {"-q8": 34 / 32, "-int8": 1.0 + 4 / 128, "-q4_0": 18 / 32, "-q4_k_m": 5.17 / 8, "-int4": 18 / 32}
 Line = Mapping[str, Any]
 
 
@@ -96,6 +97,7 @@ HEADER: Final = (
     "tok/s : vllm",
     "TTFT : vllm",
     "of bound",
+    "GB/s",
 )
 
 
@@ -117,6 +119,7 @@ def _row(concurrency: int, peer: str, cell: Cell, reference: Cell | None, machin
     figures.append(f"{cell.median(lambda line: line['figures']['cpu']['service']):.2f}")
     figures += [_times(cell.ratio(reference, value)) for value in (tokens_per_s, ttft)]
     figures.append("-" if machine is None else f"{speed / _bound(machine, concurrency, peer):.0%}")
+    figures.append("-" if machine is None else f"{_bytes_per_s(machine, concurrency, peer, cell) / 1e9:.1f}")
     if not cell.counted:
         figures = [f"({figure})" for figure in figures]
     return [str(concurrency), peer, f"{cell.counted}/{cell.all}", *figures]
@@ -130,6 +133,14 @@ def _bound(line: Line, concurrency: int, peer: str) -> float:
     prompt = (PROMPTS.low + PROMPTS.high) // 2
     machine, shape = machine_of(line), Shape.of(line["config"])
     return closed_loop_bound(shape, machine, concurrency, prompt, line["output_tokens"], weight_bytes(peer)).in_series
+
+
+def _bytes_per_s(line: Line, concurrency: int, peer: str, cell: Cell) -> float:
+    """Bytes that a decode step reads at least, over the median time of one."""
+    context = (PROMPTS.low + PROMPTS.high + line["output_tokens"]) // 2
+    step_s = cell.median(in_ms("tpot_ms", "p50")) / 1e3
+    read = Shape.of(line["config"]).decode_bytes(concurrency, context, weight_bytes(peer))
+    return read / step_s if step_s else 0.0
 
 
 def machine_of(line: Line) -> Machine:
@@ -172,7 +183,14 @@ def step_table(lines: Sequence[Line]) -> list[str]:
 def pair_lines(lines: Sequence[Line]) -> list[str]:
     """What is compared between Fissile's own rows: gRPC with offline, int8 with bf16."""
     every = cells(lines)
-    pairs = [("fissile", "fissile-offline"), ("fissile-int8", "fissile"), ("fissile-int8", "llamacpp-q8")]
+    pairs = [
+        ("fissile", "fissile-offline"),
+        ("fissile-int8", "fissile"),
+        ("fissile-int8", "llamacpp-q8"),
+        ("fissile-int4", "fissile"),
+        ("fissile-int4", "llamacpp-q4_0"),
+        ("fissile-int4", "llamacpp-q4_k_m"),
+    ]
     found = []
     for concurrency in sorted({concurrency for concurrency, _ in every}):
         for one, other in pairs:

@@ -33,7 +33,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from common.config import Config, SpeculativeConfig
-from common.params.config_parts import DRAFT_MODEL, NGRAM
+from common.params.config_parts import DRAFT_MODEL, NGRAM, QUANTIZE, QUANTIZE_NO
 from tests.bench.peers.checkpoint import make
 from tests.bench.peers.client import HOST
 from tests.bench.peers.folder import PeerFolder, add_folder_option, need
@@ -107,7 +107,7 @@ def converted(folder: PeerFolder, name: str) -> Path:
     return target
 
 
-def fissile(folder: PeerFolder, spec: SpeculativeConfig | None) -> LLMEngine:
+def fissile(folder: PeerFolder, spec: SpeculativeConfig | None, quantize: str) -> LLMEngine:
     """The engine in this process."""
     config = Config(
         model=str(folder.checkpoint(TARGET)),
@@ -117,6 +117,7 @@ def fissile(folder: PeerFolder, spec: SpeculativeConfig | None) -> LLMEngine:
         kv_cache_memory=1 << 29,
         enable_prefix_caching=False,
         speculative_config=spec,
+        quantize=quantize,
     )
     engine = LLMEngine(config)
     if spec is not None:
@@ -211,18 +212,18 @@ def measure(folder: PeerFolder, options: argparse.Namespace) -> list[dict[str, A
     draft = SpeculativeConfig(4, DRAFT_MODEL, str(folder.checkpoint(DRAFT)))
     with ExitStack() as servers:
         engines = {
-            "plain": fissile(folder, None),
-            "lookup": fissile(folder, _LOOKUP),
-            "draft model": fissile(folder, draft),
+            f"{way}{'' if quantize == QUANTIZE_NO else f', {quantize}'}": fissile(folder, spec, quantize)
+            for quantize in options.quantize
+            for way, spec in (("plain", None), ("lookup", _LOOKUP), ("draft model", draft))
         }
         ways: dict[tuple[str, str], Decode] = {
             ("Fissile", way): partial(_by_engine, engine) for way, engine in engines.items()
         }
-        for way, own in _LLAMA.items():
+        for way, own in _LLAMA.items() if options.llama else ():
             model = ("-md", str(converted(folder, DRAFT))) if way == "draft model" else ()
             ways["llama.cpp", way] = servers.enter_context(llama(folder, options.threads, (*own, *model)))
         rows = []
-        for kind, given in prompts(engines["plain"], options.prompts, options.tokens).items():
+        for kind, given in prompts(next(iter(engines.values())), options.prompts, options.tokens).items():
             rows += [_row(kind, *way, found) for way, found in _in_turns(ways, given, options).items()]
     return rows
 
@@ -267,12 +268,14 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--prompts", type=int, default=2, help="of each kind")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--quantize", nargs="+", choices=QUANTIZE, default=[QUANTIZE_NO], help="of Fissile's engines")
+    parser.add_argument("--llama", action=argparse.BooleanOptionalAction, default=True, help="measures llama.cpp too")
     parser.add_argument("--prepare", action="store_true", help="only writes and converts the checkpoints")
     parser.add_argument("--json", type=Path, metavar="FILE", help="writes the figures there too")
     options = parser.parse_args()
     folder = PeerFolder(options.folder.resolve())
     weaken(folder, options.shape)
-    for name in (TARGET, DRAFT):
+    for name in (TARGET, DRAFT) if options.llama else ():
         converted(folder, name)
     if options.prepare:
         return

@@ -1,0 +1,158 @@
+"""Native products with weights in codes: against float64 over the dequantized weights, and a row's bits everywhere."""
+
+from __future__ import annotations
+
+from ctypes import CDLL
+from dataclasses import replace
+
+import pytest
+import torch
+
+from kernels.cpu import experts, linear
+from kernels.grouped_weight import GroupedWeight, nearest_codes
+from kernels.interface import ExpertWeights, PackedFormat
+from kernels.quantized_weight import as_floats
+from tests.stored_weights import grouped_weight
+
+pytestmark = pytest.mark.each_value
+
+F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
+# bits, columns that share a scale, dtype of the scales; with zeros, with offsets, in an order by activation.
+FORMS = [
+    (4, 32, BF16, False, False, False),
+    (4, 32, F32, True, True, False),
+    (4, 16, F16, True, False, False),
+    (4, 128, F16, True, False, True),
+    (4, 384, BF16, False, False, False),
+    (4, 5000, F16, False, False, True),
+    (8, 16, F32, True, False, False),
+    (8, 32, F16, False, False, False),
+    (8, 64, BF16, True, True, True),
+]
+# (N, K) on both sides of panels (16), blocks of k (128), tasks (64 columns) and vectors; odd ones too.
+SHAPES = [(70, 301), (33, 24), (1, 1), (17, 129), (150, 384)]
+EPSILON = {F32: 4e-7, BF16: 2.0**-8}
+
+
+def drawn(n: int, k: int, rows: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(n * k)
+    return torch.randn(n, generator=generator).to(dtype), torch.randn(rows, k, generator=generator).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_products_equal_float64_products(
+    each_attention: CDLL, form: tuple[int, int, torch.dtype, bool, bool, bool], dtype: torch.dtype
+) -> None:
+    for n, k in SHAPES:
+        weight = grouped_weight(n, k, *form)
+        bias, x = drawn(n, k, 9, dtype)
+        out = linear.linear(each_attention, x, linear.pack_codes(each_attention, weight, bias, dtype))
+        worth = as_floats(weight).double()
+        exact = x.double() @ worth.t() + bias.double()
+        # Of the sum's largest summands: codes and zero points are multiplied apart.
+        size = x.double().abs() @ (worth.abs() + as_floats(replace(weight, codes=weight.codes * 0)).double().abs()).t()
+        assert (out.double() - exact).abs().le(EPSILON[dtype] * (size + bias.double().abs())).all(), (n, k)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("form", FORMS[:4] + FORMS[6:], ids=str)
+def test_row_bits_are_independent_of_other_rows(
+    each_attention: CDLL, form: tuple[int, int, torch.dtype, bool, bool, bool], dtype: torch.dtype
+) -> None:
+    weight = grouped_weight(70, 301, *form)
+    bias, x = drawn(70, 301, 70, dtype)
+    packed = linear.pack_codes(each_attention, weight, bias, dtype)
+    whole = linear.linear(each_attention, x, packed)
+    for count in range(1, 71):
+        assert torch.equal(linear.linear(each_attention, x[:count], packed), whole[:count]), count
+        assert torch.equal(linear.linear(each_attention, x[-count:], packed), whole[-count:]), count
+    each_attention.fissile_set_threads(3)
+    assert torch.equal(linear.linear(each_attention, x, packed), whole)
+    assert torch.equal(linear.linear(each_attention, x[::3], packed), whole[::3])
+
+
+def test_first_of_the_largest_products(each_attention: CDLL) -> None:
+    weight = grouped_weight(1100, 130, *FORMS[3])
+    _, x = drawn(1100, 130, 20, BF16)
+    packed = linear.pack_codes(each_attention, weight, None, BF16)
+    whole = linear.linear(each_attention, x, packed)
+    for limit in (1, 600, 1100):
+        places = linear.argmax(each_attention, x, packed, limit)
+        assert torch.equal(places, whole[:, :limit].float().max(1).indices)
+
+
+def test_gates_and_ups_in_codes(each_attention: CDLL) -> None:
+    weight = grouped_weight(64, 96, *FORMS[1])
+    _, x = drawn(64, 96, 20, F32)
+    packed = linear.pack_codes(each_attention, weight, None, F32)
+    gates, ups = linear.linear(each_attention, x, packed).chunk(2, 1)
+    expected = torch.nn.functional.silu(gates) * ups
+    assert torch.allclose(linear.gated_linear(each_attention, x, packed), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_experts_in_codes_equal_dequantized(each_attention: CDLL, dtype: torch.dtype) -> None:
+    """Experts whose codes differ in form get one; `down` has another than `gate_up`."""
+    ups = [grouped_weight(64, 96, *form) for form in (FORMS[0], FORMS[2], FORMS[6])]
+    downs = [grouped_weight(96, 32, *FORMS[7]) for _ in range(3)]
+    in_codes = [ExpertWeights(*each) for each in zip(ups, downs, strict=True)]
+    as_values = [ExpertWeights(as_floats(one.gate_up), as_floats(one.down)) for one in in_codes]
+    x = drawn(1, 96, 11, dtype)[1]
+    ids = torch.arange(22).view(11, 2) % 3
+    shares = torch.full((11, 2), 0.5)
+    outs = [
+        experts.moe(each_attention, x, ids, shares, experts.pack(each_attention, each, 0, None, dtype)).double()
+        for each in (in_codes, as_values)
+    ]
+    tolerance = 1e-5 if dtype == F32 else 0.03
+    assert torch.allclose(outs[0], outs[1], rtol=tolerance, atol=tolerance * float(outs[1].abs().max()))
+
+
+@pytest.mark.parametrize(("n", "k"), [(40, 320), (7, 45)])
+def test_nearest_codes_have_the_least_error_of_the_tried_scales(n: int, k: int) -> None:
+    weight = torch.randn(n, k, generator=torch.Generator().manual_seed(1)).bfloat16()
+    made = nearest_codes(weight)
+    assert (made.bits, made.group, made.scales.dtype) == (4, 32, BF16)
+    numbers, scales = weight.double(), made.spread(made.scales).double()
+    nearest = (numbers / scales).round().clamp(-8, 7)
+    assert torch.equal(made.codes.double() - 8, nearest)
+    error = (as_floats(made).double() - numbers).square()
+    own = torch.nn.functional.pad(error, (0, -k % 32)).view(n, -1, 32).sum(2)
+    padded = torch.nn.functional.pad(numbers, (0, -k % 32)).view(n, -1, 32)
+    for divisor in (-7.0, -7.4, -8.0, -9.0, 6.4, 7.0, 7.8):
+        tried = (padded.gather(2, padded.abs().max(2, keepdim=True).indices) / divisor).bfloat16().double()
+        other = ((padded / tried).round().clamp(-8, 7) * tried - padded).square().sum(2)
+        assert (own <= other * (1 + 1e-5)).all()
+
+
+@pytest.mark.parametrize(("n", "k"), [(40, 320), (7, 45), (3, 1)])
+def test_native_rounding_equals_the_reference(native: CDLL, n: int, k: int) -> None:
+    for dtype in (F32, BF16):
+        weight = torch.randn(n, k, generator=torch.Generator().manual_seed(k)).to(dtype)
+        weight[0] *= 1e-38
+        made, expected = linear.nearest_codes(native, weight), nearest_codes(weight)
+        assert torch.equal(made.codes, expected.codes)
+        assert torch.equal(made.scales, expected.scales)
+
+
+def test_codes_of_zeros_and_of_numbers_that_are_not_finite(native: CDLL) -> None:
+    weight = torch.zeros(3, 64)
+    weight[1, 3], weight[2, 40] = torch.nan, torch.inf
+    made = nearest_codes(weight)
+    assert not as_floats(made)[0].any()
+    out = linear.linear(native, torch.ones(1, 64), linear.pack_codes(native, made, None, F32))
+    assert out[0, 0] == 0
+    assert not out[0, 1:].isfinite().any()
+
+
+def test_weights_are_rounded_when_they_are_packed(native: CDLL) -> None:
+    weight = torch.randn(40, 96, generator=torch.Generator().manual_seed(1))
+    x = drawn(40, 96, 5, F32)[1]
+    packed = linear.pack_any(native, weight, None, F32, linear.packed_dtype(PackedFormat(torch.quint4x2)))
+    expected = linear.pack_codes(native, nearest_codes(weight), None, F32)
+    assert torch.equal(packed.panels, expected.panels)
+    stored: GroupedWeight = grouped_weight(40, 96, *FORMS[6])
+    again = linear.pack_any(native, stored, None, F32, torch.quint4x2)
+    assert torch.equal(again.panels, linear.pack_codes(native, nearest_codes(as_floats(stored)), None, F32).panels)
+    assert torch.equal(linear.linear(native, x, packed), linear.linear(native, x, expected))
