@@ -29,12 +29,20 @@ class FakeRepo:
 
     def commit(self, revision: str) -> str | None:
         """The commit of a branch, or the commit itself; None if there is none."""
-        commits = {name: hashlib.sha1(name.encode()).hexdigest() for name in self.revisions}
+        commits = {name: _commit(name, files) for name, files in self.revisions.items()}
         return commits.get(revision) or (revision if revision in commits.values() else None)
 
     def files(self, commit: str) -> Mapping[str, bytes]:
         """The files of a commit."""
         return next(files for name, files in self.revisions.items() if self.commit(name) == commit)
+
+
+def _commit(name: str, files: Mapping[str, bytes]) -> str:
+    """A hash that no other repository has, as those of commits."""
+    digest = hashlib.sha1(name.encode())
+    for path, content in files.items():
+        digest.update(path.encode() + b"\0" + hashlib.sha1(content).digest())
+    return digest.hexdigest()
 
 
 @dataclass

@@ -13,6 +13,7 @@ import re
 import shutil
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -38,6 +39,8 @@ _SHARD: Final = re.compile(r"-\d{5}(-of-\d{5}\.gguf)$")
 # Attempts for one download, where each failed one is an error of the server or a lost connection.
 _ATTEMPTS: Final = 3
 _FIRST_SERVER_ERROR: Final = 500
+# Seconds between two log lines about a download, where no progress bar is shown.
+_REPORT_S: Final = 15.0
 _PARTIAL: Final = ".incomplete"
 _GB: Final = 1e9
 
@@ -81,8 +84,12 @@ def download(model: HubModel, *, weights: bool = True, include: Sequence[str] = 
         wanted = _chosen(repository.sizes, _patterns(model, weights), _IGNORED) + _chosen(repository.sizes, include)
         if repository.sizes:
             _check_wanted(model, repository.sizes, wanted, weights=weights)
-        _check_disk(model, repository, wanted)
-        folder = _fetched(model, wanted, (*_patterns(model, weights), *include))
+        size = _check_disk(model, repository, wanted)
+        shown = (
+            contextlib.nullcontext() if sys.stderr.isatty() or not size else reported(str(model), _blobs(model), size)
+        )
+        with shown:
+            folder = _fetched(model, wanted, (*_patterns(model, weights), *include))
     if model.file:
         return _gguf_file(model, folder)
     if weights and not any(folder.glob(_WEIGHTS)):
@@ -161,13 +168,19 @@ def _check_wanted(model: HubModel, paths: Iterable[str], wanted: Sequence[str], 
         raise HubError(f"{model} has no config.json; give a checkpoint in the form of transformers")
 
 
-def _check_disk(model: HubModel, repository: Repository, wanted: Sequence[str]) -> None:
-    """Refuses a download that does not fit on the disk of the cache."""
+def _blobs(model: HubModel) -> Path:
+    """Folder of the cache with the contents of a repository's files."""
     from huggingface_hub import constants  # noqa: PLC0415
     from huggingface_hub.file_download import repo_folder_name  # noqa: PLC0415
 
-    cache = Path(constants.HF_HUB_CACHE)
-    kept = cache / repo_folder_name(repo_id=model.repo, repo_type="model") / "blobs"
+    return Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=model.repo, repo_type="model") / "blobs"
+
+
+def _check_disk(model: HubModel, repository: Repository, wanted: Sequence[str]) -> int:
+    """Refuses a download that does not fit on the disk of the cache. Returns its bytes."""
+    from huggingface_hub import constants  # noqa: PLC0415
+
+    cache, kept = Path(constants.HF_HUB_CACHE), _blobs(model)
     lacking = [path for path in wanted if path in repository.blobs and not (kept / repository.blobs[path]).exists()]
     size = sum(repository.sizes[path] for path in lacking)
     free = shutil.disk_usage(next(each for each in (cache, *cache.absolute().parents) if each.exists())).free
@@ -181,6 +194,42 @@ def _check_disk(model: HubModel, repository: Repository, wanted: Sequence[str]) 
             "downloading the model from the Hub", model=str(model), endpoint=constants.ENDPOINT, files=len(lacking),
             gigabytes=round(size / _GB, 2),
         )  # fmt: skip
+    return size
+
+
+@contextlib.contextmanager
+def reported(model: str, blobs: Path, size: int, every_s: float = _REPORT_S) -> Iterator[None]:
+    """Logs again and again how much of a download has arrived.
+
+    Args:
+        model: its name.
+        blobs: folder in which the files arrive.
+        size: bytes of the download.
+        every_s: seconds between two lines.
+    """
+    before, done = _stored_bytes(blobs), threading.Event()
+
+    def report() -> None:
+        while not done.wait(every_s):
+            arrived = round((_stored_bytes(blobs) - before) / _GB, 2)
+            log.info("downloading", model=model, gigabytes=arrived, of_gigabytes=round(size / _GB, 2))
+
+    thread = threading.Thread(target=report, name="download-report", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+def _stored_bytes(folder: Path) -> int:
+    total = 0
+    for path in folder.glob("*"):
+        # A partial file gets another name when it is complete.
+        with contextlib.suppress(OSError):
+            total += path.stat().st_size
+    return total
 
 
 def _fetched(model: HubModel, wanted: Sequence[str], patterns: Sequence[str]) -> Path:

@@ -64,9 +64,7 @@ class TokenizerError(Exception):
 def tokenizer_files(folder: str | Path, converted: Mapping[str, bytes] = MappingProxyType({})) -> dict[str, bytes]:
     """Reads the existing tokenizer files of a checkpoint folder, by name; of config.json only `CLASS_KEYS`.
 
-    Args:
-        folder: of the checkpoint.
-        converted: contents that replace those of the folder.
+    Contents in `converted` replace the folder's.
 
     Raises:
         TokenizerError: there is no `tokenizer.json`, or a file cannot be read.

@@ -126,7 +126,7 @@ def test_pull_list_and_rm_name_the_commit(hub: FakeHub, tmp_path: Path) -> None:
     assert fissile(hub, tmp_path, "pull", name, HF_HUB_OFFLINE="1").stdout == pulled.stdout
     listed = json.loads(fissile(hub, tmp_path, "list", "--json").stdout)
     assert [(row["name"], row["architecture"], row["revision"] == commit) for row in listed] == [
-        ("org/other", "GPT2LMHeadModel", True),
+        ("org/other", "GPT2LMHeadModel", False),
         ("org/tiny", "Qwen3ForCausalLM", True),
     ]
     assert "GPT2LMHeadModel" in listed[0]["served"]

@@ -45,12 +45,12 @@ _PLACES: Final = (
     ),
     Option(
         "--model", "FISSILE_MODEL",
-        "Hugging Face checkpoint: a folder, or org/name[@revision] on the Hub. Default: the demo model.",
+        "Checkpoint folder or GGUF file, or org/name[:FILE][@revision] on the Hub. Default: the demo model.",
         (SERVE,), metavar="MODEL",
     ),
     Option(
         "--model", "FISSILE_MODEL",
-        "Hugging Face checkpoint: a folder, or org/name[@revision] on the Hub.",
+        "Checkpoint folder or GGUF file, or org/name[:FILE][@revision] on the Hugging Face Hub.",
         MODEL_COMMANDS, metavar="MODEL", is_required=True, field="model", library_default="",
     ),
     Option(

@@ -10,8 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 
+from tests.fake_dns import wait_until
 from tests.fake_hub import FakeHub, FakeRepo, fake_hub
+from worker.model_download import reported
 
 ROOT = Path(__file__).resolve().parents[3]
 FILES = {
@@ -192,3 +195,18 @@ def test_gguf_file_that_is_not_one_is_refused(hub: FakeHub, tmp_path: Path) -> N
         "org/gguf:F16 may be one-F16.gguf or two-F16.gguf: give the whole name of one file",
     ]
     assert hub.downloaded() == set()
+
+
+def test_download_without_a_terminal_logs_how_much_has_arrived(tmp_path: Path) -> None:
+    (tmp_path / "kept").write_bytes(b"before" * 1_000_000)
+    with capture_logs() as lines, reported("org/tiny", tmp_path, 30_000_000, every_s=0.01):
+        wait_until(lambda: any(line["gigabytes"] == 0 for line in lines))
+        (tmp_path / "new.incomplete").write_bytes(bytes(20_000_000))
+        wait_until(lambda: any(line["gigabytes"] == 0.02 for line in lines))
+    assert lines[-1] == {
+        "event": "downloading",
+        "log_level": "info",
+        "model": "org/tiny",
+        "gigabytes": 0.02,
+        "of_gigabytes": 0.03,
+    }
