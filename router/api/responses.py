@@ -270,12 +270,18 @@ def _timings(stream: RequestStream, now: float) -> pb.Timings:
         part.stage = stage
         part.duration.seconds, part.duration.nanos = int(seconds), int(seconds % 1 * 1e9)
         if stage in blames:
-            _fill_blame(part.blame, blames[stage], stream.request.tenant)
+            _fill_blame(part, blames[stage], stream.request.tenant)
     return timings
 
 
-def _fill_blame(message: pb.Blame, blame: Blame, tenant: str) -> None:
-    """Fills in a blamed request as a client of `tenant` may know it: another tenant's request has no id."""
+def _fill_blame(part: pb.TimePart, blame: Blame, tenant: str) -> None:
+    """Fills in a blamed request as a client of `tenant` may know it: another tenant's request has no id.
+
+    It costs the part at most: the shares of an interval that is shorter than they are were scaled down.
+    """
+    message = part.blame
     message.is_other_tenant = blame.tenant != tenant
     message.request_id = "" if message.is_other_tenant else blame.request_id
-    message.duration.CopyFrom(to_duration(blame.seconds))
+    cost, whole = to_duration(blame.seconds), part.duration
+    is_less = (cost.seconds, cost.nanos) < (whole.seconds, whole.nanos)
+    message.duration.CopyFrom(cost if is_less else whole)
