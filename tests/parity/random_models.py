@@ -71,7 +71,7 @@ def rope(rnd: random.Random, kinds: tuple[str, ...] = ROPES, **entries: Any) -> 
 def ropes(rnd: random.Random) -> Entries:
     """Rope parameters by type of layer."""
     local = {"rope_type": "default", "rope_theta": rnd.choice([500.0, 10000.0])}
-    return {"rope_parameters": {"full_attention": rope(rnd), "sliding_attention": local}}
+    return {"rope_parameters": {"full_attention": rope(rnd, truncate=True), "sliding_attention": local}}
 
 
 def one_of(rnd: random.Random, **choices: list[Any]) -> Entries:
@@ -215,7 +215,7 @@ def drawn(architecture: str, number: int) -> Entries:
         "num_key_value_heads": kv_heads,
         "hidden_size": heads * rnd.choice([12, 16, 20]),
         "head_dim": rnd.choice([8, 16, 20, 24, 32]),
-        "intermediate_size": rnd.choice([96, 136, 150]),
+        "intermediate_size": rnd.choice([96, 136, 148]),
         "num_hidden_layers": rnd.choice([2, 3]),
         "vocab_size": rnd.choice([300, 333, 384]),
         "tie_word_embeddings": rnd.random() < 0.5,

@@ -407,8 +407,9 @@ def ropes(settings: Mapping[str, Any]) -> tuple[RopeConfig, RopeConfig | None]:
     if FULL_ATTENTION not in parameters:
         return rope_config(settings, parameters), None
     for name in (FULL_ATTENTION, SLIDING_ATTENTION):
-        if not isinstance(parameters.get(name), Mapping):
-            raise ValueError(f"{name} of rope_parameters is {parameters.get(name)!r}; it must be an object")
+        # transformers reads this entry of a type of layers at another place, where it is absent.
+        if parameters[name].get("truncate", True) is not True:
+            raise ValueError(f"truncate of {name} is {parameters[name]['truncate']!r}; it must be true")
     return rope_config(settings, parameters[FULL_ATTENTION]), rope_config(settings, parameters[SLIDING_ATTENTION])
 
 

@@ -27,6 +27,8 @@ _REFUSED: Final = ("per_layer_config", "attribute_map")
 # Spelling of transformers 4; a property of the classes of transformers 5.
 _OLD_ROPE: Final = "rope_scaling"
 _ROPE: Final = "rope_parameters"
+# Types of layers that may have rope parameters of their own.
+_LAYER_TYPES: Final = ("full_attention", "sliding_attention")
 # Types of settings. The classes have attributes of other types, which are internal.
 _JSON: Final = (str, int, float, list, dict, NoneType)
 # Entries -> greatest value. The classes make lists of these lengths, or divide by these numbers.
@@ -108,6 +110,9 @@ def _check_rope(config: Mapping[str, Any], config_class: Any) -> None:
         rope = config.get(name)
         if rope is not None and not isinstance(rope, Mapping):
             raise ValueError(f"{name} is {rope!r}; it must be an object")
+        for kind in _LAYER_TYPES:
+            if not isinstance((rope or {}).get(kind), Mapping | None):
+                raise ValueError(f"{kind} of {name} is {(rope or {})[kind]!r}; it must be an object")
         if _differs_by_layer(rope) and not _differs_by_layer(config_class().rope_parameters):
             raise ValueError(f"{name} differs by layer, which is not supported; give one for all layers")
 

@@ -40,6 +40,7 @@ GLM4 = {
     "num_experts_per_tok": 2,
 }
 GEMMA3 = {**QWEN3, "architectures": ["Gemma3ForCausalLM"], "sliding_window": 64}
+YARN_ROPE = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 GPT_OSS = {**QWEN3, "architectures": ["GptOssForCausalLM"], "num_local_experts": 8}
 
 
@@ -173,6 +174,14 @@ def test_rope_spellings(tmp_path: Path) -> None:
         (
             {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
             "rope_parameters differs by layer, which is not supported; give one for all layers",
+        ),
+        (
+            {**GEMMA3, "rope_parameters": {"full_attention": {**YARN_ROPE, "truncate": False}}},
+            "truncate of full_attention is False; it must be true",
+        ),
+        (
+            {**GEMMA3, "rope_parameters": {"full_attention": 3, "sliding_attention": {"rope_type": "default"}}},
+            "full_attention of rope_parameters is 3; it must be an object",
         ),
         ({"per_layer_config": {"0": {"hidden_size": 8}}}, "per_layer_config is not supported; leave it out"),
         ({"attribute_map": {"hidden_size": "vocab_size"}}, "attribute_map is not supported; leave it out"),
