@@ -204,7 +204,7 @@ MAX_WEIGHT_INDEX_BYTES = 100 * MIB
 MAX_GGUF_HEADER_BYTES = 128 * MIB
 MAX_GGUF_ENTRIES = 1 << 16
 MAX_GGUF_ITEMS = 1 << 21
-MAX_GGUF_VOCABULARY_BYTES = 16 * MIB
+MAX_GGUF_VOCABULARY_BYTES = 8 * MIB
 MAX_GGUF_TOKEN_BYTES = 1024
 # Most layers of a model, and most experts of a layer: config.json alone sets the lengths of lists of them. Published
 # models have at most about 130 layers and 512 experts.

@@ -272,7 +272,7 @@ def _sentence_piece(model: GgufModel, tokens: list[str]) -> dict[str, Any]:
     if str(model.metadata.get("general.architecture")).startswith("gemma"):
         # Merges in the order of the vocabulary, which the scores do not have.
         scores = range(0, -len(tokens), -1)
-    merges = _merges(model, vocab) or _merges_of_scores(mergeable, scores)
+    merges = _merges(model, vocab) or _merges_of_scores(model, mergeable, scores)
     unknown = _named_ids(model, len(tokens)).get("unk_token", 0)
     spaces = [{"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}]
     decoders: list[dict[str, Any]] = [{"type": "Replace", "pattern": {"String": _SPACE}, "content": " "}]
@@ -290,12 +290,21 @@ def _sentence_piece(model: GgufModel, tokens: list[str]) -> dict[str, Any]:
     }
 
 
-def _merges_of_scores(vocab: Mapping[str, int], scores: Sequence[float]) -> list[list[str]]:
-    """Merges of all pairs of tokens that make a token, the best token's first, in the order of transformers."""
-    found = []
+def _merges_of_scores(model: GgufModel, vocab: Mapping[str, int], scores: Sequence[float]) -> list[list[str]]:
+    """Merges of all pairs of tokens that make a token, the best token's first, in the order of transformers.
+
+    Raises:
+        UnreadableFileError: there are more of them than any vocabulary of text has.
+    """
+    found: list[tuple[float, int, int, str, str]] = []
+    size = 0
     for token, id in vocab.items():
         pairs = [(token[:cut], token[cut:]) for cut in range(1, len(token))]
         there = [(vocab[left], vocab[right], left, right) for left, right in pairs if left in vocab and right in vocab]
+        size += len(there) * len(token)
+        if size > MAX_GGUF_VOCABULARY_BYTES:
+            most = f"{MAX_GGUF_VOCABULARY_BYTES} bytes of merges"
+            raise UnreadableFileError(f"{model.path}: {_PREFIX}tokens makes more than {most}")
         found += [(scores[id], len(left), len(right), left, right) for _, _, left, right in sorted(there)]
     found.sort(key=lambda each: each[:3], reverse=True)
     return [[left, right] for _, _, _, left, right in found]

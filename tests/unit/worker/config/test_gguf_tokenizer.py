@@ -179,6 +179,13 @@ TOKENS = "tokenizer.ggml.tokens"
         ({"tokenizer.ggml.eos_token_id": 300}, "eos_token_id must be the id of a token, 0 to 299"),
         ({TOKENS: ["a", "a"]}, "tokens has a token twice"),
         ({TOKENS: ["a" * 1025]}, "tokens has more than 1024 bytes a token"),
+        (
+            {
+                **{"tokenizer.ggml.model": "llama", "tokenizer.ggml.token_type": [1] * 400},
+                **{TOKENS: ["a" * n for n in range(1, 401)], "tokenizer.ggml.scores": [0.5] * 400},
+            },
+            "tokens makes more than 8388608 bytes of merges",
+        ),
         ({TOKENS: 5}, "tokens is not an array of strings"),
         ({"tokenizer.ggml.model": "llama"}, "scores has 0 items for 300 tokens"),
         ({"tokenizer.chat_templates": ["rag"]}, "has no tokenizer.chat_template.rag, which it lists"),
