@@ -183,6 +183,7 @@ TOKENS = "tokenizer.ggml.tokens"
             {
                 **{"tokenizer.ggml.model": "llama", "tokenizer.ggml.token_type": [1] * 400},
                 **{TOKENS: ["a" * n for n in range(1, 401)], "tokenizer.ggml.scores": [0.5] * 400},
+                "tokenizer.ggml.merges": [],
             },
             "tokens makes more than 8388608 bytes of merges",
         ),
