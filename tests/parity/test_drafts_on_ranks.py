@@ -37,6 +37,7 @@ FORMS: Final[dict[str, dict[str, Any]]] = {
     "float32": {},
     "fp8 KV": {"dtype": "bfloat16", "kv_cache_dtype": "fp8"},
     "int8": {"dtype": "bfloat16", "quantize": "int8"},
+    "int4": {"dtype": "bfloat16", "quantize": "int4"},
 }
 Made: TypeAlias = tuple[Path, SpeculativeConfig]
 # A prompt, its parameters, and a seed that no other one of its workload has.

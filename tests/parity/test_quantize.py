@@ -1,9 +1,10 @@
-"""Weights brought to int8 when they are loaded: on the demo model, from Config to the tokens."""
+"""Weights brought to 8 or 4 bits when they are loaded: on the demo model, from Config to the tokens."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -54,36 +55,40 @@ def params(number: int) -> SamplingParams:
     return SamplingParams(temperature=0.8 * (number % 2), top_p=0.95, seed=number, max_tokens=12)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_answer_is_equal_alone_and_batched(dtype: str) -> None:
+@pytest.mark.parametrize(
+    ("quantize", "dtype"), [("int8", "bfloat16"), ("int8", "float32"), ("int4", "bfloat16"), ("int4", "float32")]
+)
+def test_answer_is_equal_alone_and_batched(quantize: str, dtype: str) -> None:
     """In chunks of 20 tokens mixed with decodes, and in whole prompts."""
     given = [params(number) for number in range(len(prompts()))]
     expected = [
-        LLMEngine(config(dtype=dtype, max_num_seqs=1)).generate([prompt], [each])[0]["token_ids"]
+        LLMEngine(config(quantize, dtype=dtype, max_num_seqs=1)).generate([prompt], [each])[0]["token_ids"]
         for prompt, each in zip(prompts(), given, strict=True)
     ]
     for policy, budget in (("mixed", 20), ("prefill_first", 512)):
-        engine = LLMEngine(config(dtype=dtype, scheduling_policy=policy, max_num_batched_tokens=budget))
+        engine = LLMEngine(config(quantize, dtype=dtype, scheduling_policy=policy, max_num_batched_tokens=budget))
         together = [answer["token_ids"] for answer in engine.generate(list(prompts()), given)]
         assert together == expected
 
 
-def test_int8_has_its_numerics_class_and_close_answers() -> None:
-    exact, quantized = runner(config("no")), runner(config())
+@pytest.mark.parametrize(("quantize", "others"), [("int8", 2), ("int4", 7)])
+def test_quantized_has_its_numerics_class_and_close_answers(quantize: str, others: int) -> None:
+    exact, quantized = runner(config("no")), runner(config(quantize))
     assert numerics_digest(exact) != numerics_digest(quantized)
-    assert numerics_digest(quantized) == numerics_digest(runner(config()))
+    assert numerics_digest(quantized) == numerics_digest(runner(config(quantize)))
     greedy = SamplingParams(temperature=0.0, max_tokens=6)
     answers = [
         [answer["text"] for answer in LLMEngine(config(kind)).generate(list(prompts()), greedy)]
-        for kind in ("no", "int8")
+        for kind in ("no", quantize)
     ]
     same = sum(a == b for a, b in zip(*answers, strict=True))
-    assert same >= len(prompts()) - 2, "8-bit weights change an answer now and then, not most of them"
+    assert same >= len(prompts()) - others, "fewer bits change some answers, not all of them"
 
 
 def test_unsupported_quantize_option_is_refused() -> None:
     with pytest.raises(InvalidFieldError, match="quantize"):
-        config("int4")
-    for changes in ({"kernels": "torch"}, {"dtype": "float16"}):
-        with pytest.raises(ModelError, match="quantize 'int8' needs kernels 'cpu' and dtype float32 or bfloat16"):
-            runner(config(**changes))
+        config("int3")
+    for quantize, changes in product(("int8", "int4"), ({"kernels": "torch"}, {"dtype": "float16"})):
+        message = f"quantize '{quantize}' needs kernels 'cpu' and dtype float32 or bfloat16"
+        with pytest.raises(ModelError, match=message):
+            runner(config(quantize, **changes))

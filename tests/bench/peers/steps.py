@@ -1,7 +1,7 @@
 """Fissile's steps against the machine's floor: `python -m tests.bench.peers.steps [--output FILE]`.
 
-The whole model on our native kernels, in bfloat16 and with int8 weights, in turns: greedy decodes of 1, 8 and 32
-sequences at 256 tokens of context, a prefill of 512 tokens. The floors are those of `floors.py`, with the limits
+The whole model on our native kernels, in bfloat16 and with weights of 8 and of 4 bits, in turns: greedy decodes of 1, 8
+and 32 sequences at 256 tokens of context, a prefill of 512 tokens. The floors are those of `floors.py`, with the limits
 measured in the same run.
 """
 
@@ -35,8 +35,8 @@ BATCHES: Final = (1, 8, MOST_SEQUENCES)
 CONTEXT: Final = 256
 PREFILL: Final = 512
 _GREEDY: Final = SamplingParams(temperature=0.0)
-# Bytes of a weight by what `--quantize` says; int8 has a scale of four bytes for 128 numbers.
-_WEIGHT_BYTES: Final = {"no": 2.0, "int8": 1.0 + 4 / 128}
+# Bytes of a weight by what `--quantize` says; int8 has a scale of four bytes for 128 numbers, int4 of two for 32.
+_WEIGHT_BYTES: Final = {"no": 2.0, "int8": 1.0 + 4 / 128, "int4": 18 / 32}
 
 
 def load(model: Path, quantize: str) -> ModelRunner:
