@@ -307,7 +307,9 @@ def _q5_k(blocks: torch.Tensor) -> _Blocks:
     low = _parted(_nibbles(blocks[:, :, 48:], 32), 8, 32)
     bits = torch.arange(8, dtype=torch.uint8).view(1, 1, 8, 1)
     high = blocks[:, :, 16:48].unsqueeze(2) >> bits & 1
-    return _Blocks(8, 32, low | high << 4, scales, _zeros(scales), offsets)
+    # Around the middle code, so that sums of products stay small.
+    middle = torch.full(scales.shape, 128 - 16, dtype=torch.uint8)
+    return _Blocks(8, 32, (low | high << 4) + (128 - 16), scales, middle, offsets)
 
 
 def _q6_k(blocks: torch.Tensor) -> _Blocks:
@@ -315,7 +317,8 @@ def _q6_k(blocks: torch.Tensor) -> _Blocks:
     shifts = torch.arange(0, 8, 2, dtype=torch.uint8).view(1, 1, 1, 4, 1)
     high = _parted(blocks[:, :, 128:192], 2, 1, 32) >> shifts & 3
     scales = _halves(blocks, 208).float() * blocks[:, :, 192:208].contiguous().view(torch.int8).float()
-    return _Blocks(8, 16, low | high << 4, scales, torch.full(scales.shape, 32, dtype=torch.uint8))
+    # Codes around 32 become codes around 128.
+    return _Blocks(8, 16, (low | high << 4) + (128 - 32), scales)
 
 
 def _k_scales(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

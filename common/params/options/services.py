@@ -337,7 +337,7 @@ _PROCESS: Final = (
         (SERVE, WORKER, ROUTER), Duration(), is_passed_on=True,
     ),
     Option(
-        "--role", "FISSILE_ROLE",
+        "--role", "FISSILE_WORKER_ROLE",
         "Half of the work that the worker does. prefill: prompts, whose requests then move on; decode: the rest of "
         "their answers. Both find the blocks in the --kv-tiers that they share. The others do a half that has no "
         "workers of its own.",

@@ -225,7 +225,7 @@ class Recorded(Config):
 
     def __getattribute__(self, name: str) -> Any:
         caller = sys._getframe(1).f_globals["__name__"]
-        if caller.startswith(("worker.engine.", "worker.simulation.", "worker.config.engine_config", "worker.kv_pool")):
+        if caller.startswith(("worker.engine", "worker.simulation.", "worker.config.engine_config", "worker.kv_pool")):
             Recorded.read.add(name)
         return super().__getattribute__(name)
 

@@ -87,7 +87,8 @@ def test_every_figure_reaches_the_collector(receiver: OtlpReceiver) -> None:
     points = newest(receiver)
     assert {key: point.value for key, point in points.items()} == EXPECTED
     # Shared: free and total blocks a metric, drafts by position that of all drafts. Tokens of steps are a histogram.
-    assert len(EXPECTED) + 3 == len(fields(EngineFigures)), "a figure without a metric"
+    # Blocks of tiers have more labels.
+    assert len(EXPECTED) + 4 == len(fields(EngineFigures)), "a figure without a metric"
     for point in points.values():
         assert (point.service, point.instance, point.attributes) == ("fissile-worker", "w1", LABELS)
         assert point.unit
@@ -95,6 +96,16 @@ def test_every_figure_reaches_the_collector(receiver: OtlpReceiver) -> None:
     reasons = {point.attributes.pop(names.END_REASON): point.value for point in ended}
     assert reasons == FIGURES.ended
     assert all(point.attributes == LABELS for point in ended)
+
+
+def test_blocks_of_tiers_go_out_by_tier_and_result(receiver: OtlpReceiver) -> None:
+    blocks = {("memory", "hit"): 7, ("files", "damaged"): 2}
+    metrics = setup_metrics("fissile-worker", "w1")
+    observe_engine(metrics, lambda: EngineFigures(tier_blocks=blocks), LABELS)
+    metrics.shutdown(PATIENT_S)
+    points = [point for point in receiver.points if point.name == names.ENGINE_TIER_BLOCKS]
+    found = {(point.attributes[names.KV_TIER], point.attributes[names.TIER_RESULT]): point.value for point in points}
+    assert found == blocks
 
 
 def test_drafts_go_out_by_method_and_position(receiver: OtlpReceiver) -> None:
