@@ -207,13 +207,13 @@ class LaneTable:
         lanes = self._ready.get(request.model, [])
         if not all(kind.suits(request) for kind in self._kinds.get(request.model, ())):
             lanes = [lane for lane in lanes if lane.kind.suits(request)]
-        lanes = _by_role(lanes, request)
         if request.excluded_worker:
             lanes = [lane for lane in lanes if lane.worker != request.excluded_worker] or lanes
         if self._taken or self._limited:
             special = {name: self._lanes[name] for name in self._taken | self._limited}
             shut = {name for name, lane in special.items() if lane.is_taken or lane.is_full}
             lanes = [lane for lane in lanes if lane.worker not in shut] or lanes
+        lanes = _by_role(lanes, request)
         if request.alone:
             lanes = [lane for lane in lanes if lane.load.is_idle and not len(lane)] or lanes
         return lanes

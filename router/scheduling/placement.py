@@ -241,7 +241,7 @@ class LeastLoad(Placement):
         stays = Move(lane, _work(request, hits[lane.worker]) if lane.worker in hits else request.work)
         here = cost_s(lane, stays.work)
         bound = math.inf if lane.is_blocked else here - max(_MIN_GAIN_S, _MIN_GAIN * here)
-        names = dict.fromkeys([*hits, *(other.worker for other in self.least(request))])
+        names = dict.fromkeys([*hits, *(other.worker for other in self.least(request, lane))])
         others = [known[worker] for worker in names if worker in known and worker != lane.worker]
         found = [
             Move(other, _work(request, hits.get(other.worker, 0)))
@@ -266,9 +266,12 @@ class LeastLoad(Placement):
         """Cached granules of the prompt on each candidate, looked up again if they may have changed."""
         return request.lookup.hits
 
-    def least(self, request: QueuedRequest) -> list[Lane]:
-        """The two least loaded lanes that a waiting request may go to."""
-        return self._orders[request.model].least(_NUM_LEAST, lambda lane: _may_serve(request, lane))
+    def least(self, request: QueuedRequest, lane: Lane) -> list[Lane]:
+        """The two least loaded lanes of a lane's role that a waiting request may go to."""
+        role = lane.kind.role
+        return self._orders[request.model].least(
+            _NUM_LEAST, lambda other: other.kind.role == role and _may_serve(request, other)
+        )
 
     def lanes(self, model: str) -> dict[str, Lane]:
         """All lanes of a model by worker."""
@@ -429,7 +432,7 @@ class PrefixAware(LeastLoad):
         is_gone = look.depth > 0 and not index.knows(granules[look.depth - 1], now)
         if is_deeper or is_gone or now - look.time > _LOOK_S:
             depth, owners = index.longest(granules, now)
-            names = [*_some(owners, request.key), *(other.worker for other in self.least(request)), lane.worker]
+            names = [*_some(owners, request.key), *(other.worker for other in self.least(request, lane)), lane.worker]
             request.lookup = PrefixLookup(now, depth, self._hits(request, names, depth, owners, now))
         return request.lookup.hits
 

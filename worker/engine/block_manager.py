@@ -90,6 +90,7 @@ class BlockManager:
         hash_to_block_id: the published blocks by hash (PrefixCache).
         digests: digests of published blocks.
         on_published: called with a sequence and the place of a block that it has published; None without KV tiers.
+        on_forgotten: called with a sequence and the place of its first unproved block, when that leaves the cache.
         free_block_ids: free blocks in the order of allocation: empty ones, then cached ones, least recently used
             first.
 
@@ -108,6 +109,7 @@ class BlockManager:
         self.hash_to_block_id = self.prefixes.hash_to_block_id
         self.digests = BlockDigests(config)
         self.on_published: Callable[[Sequence, int], None] | None = None
+        self.on_forgotten: Callable[[Sequence, int], None] | None = None
         self.free_block_ids: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._chains: dict[int, _Chain] = {}
 
@@ -249,6 +251,8 @@ class BlockManager:
         first = next((block for block in found if not block.is_proved), None)
         if first is None:
             return 0
+        if self.on_forgotten is not None:
+            self.on_forgotten(seq, first.depth - 1)
         gone = self.prefixes.unproved_from(first)
         for block in gone:
             self.prefixes.forget(block)

@@ -291,6 +291,9 @@ class EngineCore:
         except Exception as error:
             self._dead = True
             raise EngineDeadError(f"{type(error).__name__}: {error}") from error
+        except BaseException:
+            self.tiers.put_back(batch)
+            raise
         self.tiers.store.store(output.blocks_down or ())
 
     def _forward(self, batch: ScheduledBatch) -> ScheduledBatchOutput:

@@ -31,6 +31,8 @@ _DOMAIN: Final = b"fissile kv block 1\n"
 NAME_BYTES: Final = 24
 # Waiting prompts that may look up blocks at once.
 _MOST_LOOKUPS: Final = 64
+# Cached blocks after which a step begins no further lookup, because looking one up takes 1 us.
+_MOST_BLOCKS: Final = 4096
 # Wait for a tier while no step has shown how fast prompts are computed, and the shortest wait.
 _UNKNOWN_WAIT_S: Final = 1.0
 _LEAST_WAIT_S: Final = 0.02
@@ -86,6 +88,15 @@ class BlockStore(Protocol):
 
     def note_late(self) -> None:
         """Counts a fetch that took too long."""
+        ...
+
+    @property
+    def is_resting(self) -> bool:
+        """True if prompts do not wait now, because the last fetches took too long."""
+        ...
+
+    def drop(self, names: Many[bytes]) -> None:
+        """Forgets blocks, in the order of `store`."""
         ...
 
     def flush(self) -> None:
@@ -159,7 +170,7 @@ class TierLookups:
         self._lookups: dict[int, _Lookup] = {}
         self._down: dict[int, BlockKey] = {}
         self._up: list[tuple[int, bytes]] = []
-        self._blocks.on_published = self.published
+        self._blocks.on_published, self._blocks.on_forgotten = self.published, self.forgotten
 
     def published(self, seq: Sequence, place: int) -> None:
         """Has the block that a sequence has published at `place` stored, unless host memory keeps it."""
@@ -172,6 +183,14 @@ class TierLookups:
     def has_blocks_down(self) -> bool:
         """True if published blocks have yet to be read."""
         return bool(self._down)
+
+    def forgotten(self, seq: Sequence, place: int) -> None:
+        """Has the tiers drop the blocks of a sequence from `place` on: a step that read them gave no number."""
+        names = self._names(seq, seq.num_tokens // seq.block_size)[place:]
+        dropped = set(names)
+        self._down = {block: key for block, key in self._down.items() if key.name not in dropped}
+        # The last first, because a tier keeps a block that has others behind it.
+        self.store.drop(names[::-1])
 
     def move_with(self, batch: ScheduledBatch) -> None:
         """Has a step read the published blocks before it writes anything, and write blocks before it computes."""
@@ -193,17 +212,26 @@ class TierLookups:
             now: monotonic seconds.
             prefill_rate: tokens per second of prompts; 0 if it is not known.
         """
-        for seq_id, lookup in list(self._lookups.items()):
-            if lookup.seq.status is not SequenceStatus.WAITING:
+        for seq_id, known in list(self._lookups.items()):
+            if known.seq.status is not SequenceStatus.WAITING:
                 # It runs or has ended. If it is preempted it asks anew.
-                lookup.close()
+                known.close()
                 del self._lookups[seq_id]
         # Blocks that are on their way; who needs one of them waits for it instead of asking again.
         coming = {self._names(each.seq, each.start + 1)[each.start] for each in self._lookups.values() if each.fetch}
+        left, has_room = _MOST_BLOCKS, True
         for seq in list(islice(self._lifecycle.waiting, _MOST_LOOKUPS)):
-            lookup = self._lookups.get(seq.id) or self._begin(seq, now, prefill_rate)
-            if seq.waits_for_kv:
-                self._go_on(lookup, coming, now)
+            lookup = self._lookups.get(seq.id)
+            if lookup is None:
+                if left <= 0:
+                    break
+                lookup = self._begin(seq, now, prefill_rate)
+                left -= lookup.start + 1
+            fetch = lookup.fetch
+            if fetch is not None and fetch.is_done:
+                has_room = self._take_blocks(lookup, fetch, now, has_room=has_room)
+            elif seq.waits_for_kv:
+                self._ask(lookup, coming, now)
 
     def _begin(self, seq: Sequence, now: float, prefill_rate: float) -> _Lookup:
         start = len(self._prefixes.cached_blocks(seq))
@@ -211,20 +239,31 @@ class TierLookups:
         wait_s = missing / prefill_rate if prefill_rate else _UNKNOWN_WAIT_S
         wait_s = max(_LEAST_WAIT_S, wait_s)
         lookup = self._lookups[seq.id] = _Lookup(seq, start, now + wait_s, wait_s)
-        seq.waits_for_kv = missing > 0
+        seq.waits_for_kv = missing > 0 and not self.store.is_resting
         return lookup
 
-    def _go_on(self, lookup: _Lookup, coming: set[bytes], now: float) -> None:
-        """Asks for a prompt's blocks, or publishes those that have come; ends its wait when it is too long."""
-        seq, fetch = lookup.seq, lookup.fetch
-        if fetch is not None and fetch.is_done:
-            if self._blocks.can_allocate(seq, None, self._lifecycle.num_growing):
-                self._publish(lookup, fetch, now)
-            return
+    def _take_blocks(self, lookup: _Lookup, fetch: Fetch, now: float, *, has_room: bool) -> bool:
+        """Publishes blocks that were read, once the pool has room for their prompt and those before it.
+
+        Without room the prompt no longer waits for tiers, but for room like every other one, and keeps the blocks.
+
+        Returns:
+            `has_room`, or False if this prompt has none.
+        """
+        seq = lookup.seq
+        if not fetch.blocks or (has_room and self._blocks.can_allocate(seq, None, self._lifecycle.num_growing)):
+            self._publish(lookup, fetch, now)
+            return has_room
+        seq.waits_for_kv = False
+        return False
+
+    def _ask(self, lookup: _Lookup, coming: set[bytes], now: float) -> None:
+        """Asks for a prompt's blocks; ends its wait when it is too long."""
+        seq = lookup.seq
         if now > lookup.until:
             self.store.note_late()
             lookup.close()
-        elif fetch is None and now >= lookup.ask_at:
+        elif lookup.fetch is None and now >= lookup.ask_at:
             names = self._names(seq, self._hittable(seq))[lookup.start :]
             if names and names[0] not in coming:
                 lookup.fetch = self.store.fetch(names)

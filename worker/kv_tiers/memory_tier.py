@@ -65,10 +65,18 @@ class MemoryTier:
                 return
             slot = self._free.pop()
             self._area[slot * self._width : (slot + 1) * self._width] = value
-            self._entries[name] = entry = _Entry(slot, parent)
+            # Only a parent that is here now counts its children, and stays as long as it has any.
+            entry = self._entries[name] = _Entry(slot, parent if parent in self._entries else b"")
             self._touch(name, entry)
-            if (before := self._entries.get(parent)) is not None:
-                before.num_children += 1
+            if entry.parent:
+                self._entries[parent].num_children += 1
+
+    def drop(self, name: bytes) -> None:
+        """Forgets a value; blocks behind it stay until they are the least recently used."""
+        with self._lock:
+            entry = self._entries.get(name)
+            if entry is not None and not entry.num_children:
+                self._remove(name, entry)
 
     def clear(self) -> None:
         """Forgets all values."""
@@ -95,13 +103,17 @@ class MemoryTier:
             if name == kept:
                 stale.append((used, name))
                 continue
-            del self._entries[name]
-            self._free.append(entry.slot)
-            if (before := self._entries.get(entry.parent)) is not None:
-                before.num_children -= 1
-                if not before.num_children:
-                    heapq.heappush(self._ends, (before.used, entry.parent))
+            self._remove(name, entry)
             break
         for each in stale:
             heapq.heappush(self._ends, each)
         return bool(self._free)
+
+    def _remove(self, name: bytes, entry: _Entry) -> None:
+        del self._entries[name]
+        self._free.append(entry.slot)
+        if entry.parent:
+            before = self._entries[entry.parent]
+            before.num_children -= 1
+            if not before.num_children:
+                heapq.heappush(self._ends, (before.used, entry.parent))

@@ -26,7 +26,7 @@ class FileTier:
 
     Args:
         folder: made with mode 0700 if it is missing.
-        num_bytes: most bytes of all files together; several workers that share the folder may briefly be beyond it.
+        num_bytes: most bytes of all files together. Each worker that shares the folder may be beyond it by an eighth.
 
     Raises:
         OSError: the folder cannot be made or read.
@@ -37,6 +37,8 @@ class FileTier:
         self._folder = folder
         self._most = num_bytes
         self._bytes = sum(size for _, size, _ in self._files())
+        # Written since the files were counted: other workers write too.
+        self._own = 0
 
     def get(self, name: bytes) -> bytes | None:
         """The value, None without one."""
@@ -60,7 +62,7 @@ class FileTier:
         path = self._path(name)
         if path.exists():
             return
-        if self._bytes + len(value) > self._most:
+        if self._bytes + len(value) > self._most or self._own > self._most // _FREED_SHARE:
             self._make_room(len(value))
         path.parent.mkdir(mode=0o700, exist_ok=True)
         part = path.with_suffix(f".{secrets.token_hex(4)}.part")
@@ -71,6 +73,11 @@ class FileTier:
             part.unlink(missing_ok=True)
             raise
         self._bytes += len(value)
+        self._own += len(value)
+
+    def drop(self, name: bytes) -> None:
+        """Forgets a value. Raises OSError."""
+        self._path(name).unlink(missing_ok=True)
 
     def _path(self, name: bytes) -> Path:
         text = name.hex()
@@ -88,7 +95,9 @@ class FileTier:
 
     def _make_room(self, wanted: int) -> None:
         files = sorted(self._files())
-        self._bytes = sum(size for _, size, _ in files)
+        self._bytes, self._own = sum(size for _, size, _ in files), 0
+        if self._bytes + wanted <= self._most:
+            return
         for _, size, path in files:
             if self._bytes + wanted <= self._most - self._most // _FREED_SHARE:
                 break
@@ -125,3 +134,7 @@ class RedisTier:
         """Keeps a value. Raises the client's errors."""
         del parent
         self._client.set(_PREFIX + name, value)
+
+    def drop(self, name: bytes) -> None:
+        """Forgets a value. Raises the client's errors."""
+        self._client.delete(_PREFIX + name)

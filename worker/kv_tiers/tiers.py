@@ -33,6 +33,8 @@ _READERS: Final = 4
 # A tier that failed is left alone for this time, then for twice as long, up to the longest.
 _REST_S: Final = 1.0
 _LONGEST_REST_S: Final = 30.0
+# Fetches that took too long, one after another, after which prompts do not wait for the longest rest.
+_MOST_LATE: Final = 3
 
 _MAGIC: Final = b"FKV1"
 # Magic, bytes of the block, digest of name and block.
@@ -82,6 +84,10 @@ class KvTier(Protocol):
         """Keeps a value; `parent` names the block before."""
         ...
 
+    def drop(self, name: bytes) -> None:
+        """Forgets a value."""
+        ...
+
 
 class KvFetch:
     """Blocks that a thread reads.
@@ -103,14 +109,16 @@ class KvFetch:
 
     def read(self, get: Callable[[bytes], bytes | None]) -> None:
         """Reads the blocks, unless the fetch is closed meanwhile."""
-        for name in self._names:
-            if self._is_closed or (block := get(name)) is None:
-                break
-            self.blocks.append(block)
-        with self._lock:
-            self.is_done = True
-            if self._is_closed:
-                self._release()
+        try:
+            for name in self._names:
+                if self._is_closed or (block := get(name)) is None:
+                    break
+                self.blocks.append(block)
+        finally:
+            with self._lock:
+                self.is_done = True
+                if self._is_closed:
+                    self._release()
 
     def close(self) -> None:
         """Gives the blocks' memory back: they are taken, or no longer wanted. May be called twice."""
@@ -127,7 +135,8 @@ class _Shelf:
     def __init__(self, name: str, tier: KvTier, clock: Callable[[], float]) -> None:
         self.name = name
         self.tier = tier
-        self.counts: Counter[str] = Counter()
+        self.counts = Counter(dict.fromkeys((HIT, MISS, DAMAGED, FAILED, STORED, DROPPED), 0))
+        self._lock = threading.Lock()
         self._clock = clock
         self._rest_s = _REST_S
         self._rests_until = 0.0
@@ -136,12 +145,20 @@ class _Shelf:
         """The block of this name if the tier has it undamaged."""
         value = self._try(lambda: self.tier.get(name), None)
         block = None if value is None else unpack(name, value, size)
-        self.counts[MISS if value is None else DAMAGED if block is None else HIT] += 1
+        self._count(MISS if value is None else DAMAGED if block is None else HIT)
         return block
 
     def put(self, name: bytes, parent: bytes, value: bytes) -> None:
         """Keeps a value if the tier works."""
-        self.counts[STORED if self._try(lambda: self._put(name, parent, value), False) else DROPPED] += 1
+        self._count(STORED if self._try(lambda: self._put(name, parent, value), False) else DROPPED)
+
+    def drop(self, name: bytes) -> None:
+        """Forgets a block if the tier works."""
+        self._try(lambda: self.tier.drop(name), None)
+
+    def _count(self, result: str) -> None:
+        with self._lock:
+            self.counts[result] += 1
 
     def _put(self, name: bytes, parent: bytes, value: bytes) -> bool:
         self.tier.put(name, parent, value)
@@ -153,7 +170,7 @@ class _Shelf:
         try:
             result = call()
         except Exception as error:
-            self.counts[FAILED] += 1
+            self._count(FAILED)
             log.warning("KV tier fails", tier=self.name, why=f"{type(error).__name__}: {error}", rests_s=self._rest_s)
             self._rests_until = self._clock() + self._rest_s
             self._rest_s = min(2 * self._rest_s, _LONGEST_REST_S)
@@ -180,8 +197,10 @@ class KvTiers:
         self._most_waiting = max(1, MAX_WAITING_BYTES // block_bytes)
         self._lock = threading.Lock()
         self._num_read = self._num_unwritten = self._num_dropped = self._num_late = 0
+        self._clock = clock
+        self._late_in_row, self._rests_until = 0, 0.0
         self._fetches: queue.SimpleQueue[KvFetch | None] = queue.SimpleQueue()
-        self._values: queue.SimpleQueue[tuple[bytes, bytes, bytes] | None] = queue.SimpleQueue()
+        self._values: queue.SimpleQueue[tuple[bytes, bytes, bytes | None] | None] = queue.SimpleQueue()
         # Daemons, because a tier may hang for ever.
         threads = [threading.Thread(target=self._read, name="kv reader", daemon=True) for _ in range(_READERS)]
         for thread in (*threads, threading.Thread(target=self._write, name="kv writer", daemon=True)):
@@ -205,6 +224,19 @@ class KvTiers:
     def note_late(self) -> None:
         """Counts a fetch that took longer than computing its blocks."""
         self._num_late += 1
+        self._late_in_row += 1
+        if self._late_in_row >= _MOST_LATE:
+            self._late_in_row, self._rests_until = 0, self._clock() + _LONGEST_REST_S
+
+    @property
+    def is_resting(self) -> bool:
+        """True if prompts do not wait now, because the last fetches took too long."""
+        return self._clock() < self._rests_until
+
+    def drop(self, names: Sequence[bytes]) -> None:
+        """Forgets blocks in the background, after those that were to be written before."""
+        for name in names:
+            self._values.put((name, b"", None))
 
     def store(self, blocks: Iterable[tuple[bytes, bytes, bytes]]) -> None:
         """Writes blocks in the background: each with its name and that of the block before. Drops what is too much."""
@@ -223,7 +255,7 @@ class KvTiers:
 
     def counts(self) -> dict[tuple[str, str], int]:
         """Blocks since the start, by tier and by what became of them; the tier of those that reached none is empty."""
-        found = {(shelf.name, result): count for shelf in self._shelves for result, count in shelf.counts.items()}
+        found = {(each.name, result): count for each in self._shelves for result, count in dict(each.counts).items()}
         return {**found, ("", DROPPED): self._num_dropped, ("", LATE): self._num_late}
 
     def close(self) -> None:
@@ -238,7 +270,11 @@ class KvTiers:
 
     def _read(self) -> None:
         while (fetch := self._fetches.get()) is not None:
-            fetch.read(self._get)
+            try:
+                fetch.read(self._get)
+                self._late_in_row = 0
+            except Exception as error:
+                log.warning("KV blocks are not read", why=f"{type(error).__name__}: {error}")
 
     def _get(self, name: bytes) -> bytes | None:
         for place, shelf in enumerate(self._shelves):
@@ -252,9 +288,18 @@ class KvTiers:
 
     def _write(self) -> None:
         while (value := self._values.get()) is not None:
-            name, parent, block = value
-            packed = pack(name, block)
-            for shelf in self._shelves:
+            try:
+                self._write_one(*value)
+            except Exception as error:
+                log.warning("KV block is not written", why=f"{type(error).__name__}: {error}")
+            if value[2] is not None:
+                with self._lock:
+                    self._num_unwritten -= 1
+
+    def _write_one(self, name: bytes, parent: bytes, block: bytes | None) -> None:
+        packed = b"" if block is None else pack(name, block)
+        for shelf in self._shelves:
+            if packed:
                 shelf.put(name, parent, packed)
-            with self._lock:
-                self._num_unwritten -= 1
+            else:
+                shelf.drop(name)

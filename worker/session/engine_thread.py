@@ -111,7 +111,15 @@ class EngineThread:
         self._turn_began = self._clock()
         turn = turns.run(commands)
         self._turn_began = None
-        if commands or turn.outputs or turn.granules or turn.kv_digests or turn.step != steps:
+        if (
+            commands
+            or turn.outputs
+            or turn.granules
+            or turn.kv_digests
+            or turn.blocks
+            or turn.phases
+            or turn.step != steps
+        ):
             self._turned(turn)
         elif turns.has_work:
             self._wait(_GATED_WAIT_S)

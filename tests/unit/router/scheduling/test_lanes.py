@@ -82,7 +82,8 @@ def test_waiting_request_stays_with_workers_of_its_role() -> None:
     busy = make_lane("busy", "m", LoadReport(0.0, waiting_tokens=100_000), role=DECODE_FEATURE)
     idle = make_lane("idle", "m", LoadReport(0.0, room_seqs=10), role=PREFILL_FEATURE)
     other = make_lane("other", "m", LoadReport(0.0, room_seqs=10), role=DECODE_FEATURE)
-    for lane in (busy, idle):
+    idler = make_lane("idler", "m", LoadReport(0.0, room_seqs=10), role=PREFILL_FEATURE)
+    for lane in (busy, idle, idler):
         placement.lane_up(lane)
     busy.bind(queued)
     assert placement.find_better_lane(queued, busy, {}, 0.0) is None

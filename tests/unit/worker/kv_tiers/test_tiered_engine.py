@@ -58,6 +58,9 @@ class Liar:
             raise OSError("no room")
         self.values[name] = value
 
+    def drop(self, name: bytes) -> None:
+        self.values.pop(name, None)
+
 
 def engine(tiers: Mapping[str, KvTier], rnd: random.Random) -> EngineCore:
     """An engine whose few blocks make it evict and preempt."""
@@ -103,6 +106,8 @@ def run(core: EngineCore, rnd: random.Random, wanted: Iterable[tuple[list[int], 
             seq = Sequence(tokens, SIZE, params, seed=seed, cache_salt=salt, arrive_time=time.monotonic())
             live[seq.id] = seq
             core.add_request(seq)
+        # As if prompts took long, so that no wait ends on a busy machine.
+        core.scheduler.meter.rate = 1e-3
         for out in core.step().outputs:
             if out.start is not None:
                 found += out.start.cached_tokens
@@ -121,7 +126,7 @@ def run(core: EngineCore, rnd: random.Random, wanted: Iterable[tuple[list[int], 
 @pytest.mark.parametrize("seed", slow_but({0, 1}, range(12)))
 def test_answers_are_the_same_with_tiers_of_each_kind(tmp_path: Path, seed: int) -> None:
     rnd = random.Random(seed)
-    memory = MemoryTier(rnd.choice([6, 40]) * VALUE_BYTES, VALUE_BYTES)
+    memory = MemoryTier(6 * VALUE_BYTES, VALUE_BYTES)
     files = FileTier(tmp_path, 30 * VALUE_BYTES)
     core = engine({"memory": memory, "files": files}, rnd)
     run(core, rnd, prompts(rnd, REQUESTS))
