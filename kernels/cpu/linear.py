@@ -12,7 +12,7 @@ from typing_extensions import override
 from kernels import large_pages
 from kernels.cpu.fallback import Fallback
 from kernels.cpu.library import CACHE_LINE, CODE_SCALES, CODES, DTYPES, PACKED_DTYPES, PANEL, check
-from kernels.grouped_weight import BLOCK, DIVISORS, NEAREST_GROUP, GroupedWeight
+from kernels.grouped_weight import BLOCK, DIVISORS, NEAREST_GROUP, SMALLEST_GROUP, GroupedWeight
 from kernels.interface import AnyWeight, LinearOps, PackedFormat
 from kernels.quantized_weight import as_floats
 from kernels.torch_backend.linear import PackedHeads, PackedLinear
@@ -169,7 +169,8 @@ def pack_codes(library: CDLL, weight: GroupedWeight, bias: torch.Tensor | None, 
     columns, inner = weight.shape
     scales, offsets = weight.scales.contiguous(), _added(weight)
     # Each block repeats the scales of a group that exceeds it, or of the whole row.
-    group = weight.group if weight.group <= BLOCK and BLOCK % weight.group == 0 else BLOCK
+    divides = weight.group >= SMALLEST_GROUP and BLOCK % weight.group == 0
+    group = weight.group if divides else BLOCK
     code = CODES | (weight.bits == 8) | CODE_SCALES[scales.dtype] | (offsets is not None) << 3
     code |= (group.bit_length() - 5) << 4
     panels = aligned(library.fissile_packed_bytes(code, columns, inner))

@@ -55,6 +55,15 @@ def test_products_equal_float64_products(
         assert (out.double() - exact).abs().le(EPSILON[dtype] * (size + bias.double().abs())).all(), (n, k)
 
 
+@pytest.mark.parametrize("columns", [1, 2, 4, 8])
+def test_whole_rows_that_are_shorter_than_any_group(native: CDLL, columns: int) -> None:
+    weight = grouped_weight(3, columns, 4, columns, F32, False, False, False)
+    _, x = drawn(3, columns, 2, F32)
+    packed = linear.pack_codes(native, weight, None, F32)
+    assert packed.code >= 0
+    assert torch.allclose(linear.linear(native, x, packed), x @ as_floats(weight).t(), atol=1e-5)
+
+
 @pytest.mark.parametrize("dtype", [F32, BF16])
 @pytest.mark.parametrize("form", FORMS[:4] + FORMS[6:], ids=str)
 def test_row_bits_are_independent_of_other_rows(
