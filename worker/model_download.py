@@ -281,6 +281,8 @@ def _explained(model: HubModel) -> Iterator[None]:
     except errors.RepositoryNotFoundError:
         where = f"on {hub} that HF_TOKEN may read"
         raise HubError(f"{model} is neither a path here nor a model {where}") from None
+    except errors.HFValidationError:
+        raise HubError(f"{model} is neither a path here nor a name on the Hub") from None
     except errors.LocalEntryNotFoundError as error:
         raise HubError(_unreachable(model, error, constants.HF_HUB_OFFLINE, hub)) from None
     # HTTPError of whichever HTTP client this version of the library uses: a broken connection.

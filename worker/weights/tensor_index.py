@@ -180,7 +180,9 @@ class CheckpointIndex:
 
     def _quantized(self, name: str, shape: Shape, layout: _Layout, values: Entry) -> QuantizedTensor | None:
         config = self._quantization.of_layer(name.removesuffix(".weight"))
-        wanted = () if config.quant_type == "no" or len(shape) < 2 else VALUES[config.quant_dtype]
+        # Codes in words and NVFP4 have names of their own.
+        is_other = config.quant_type in ("no", "per_1x16") or len(shape) < 2
+        wanted = () if is_other else VALUES.get(config.quant_dtype, ())
         scales_name = next((name + each for each in layout.scales if name + each in self._entries), None)
         scales = self._use(scales_name) if scales_name else None
         if values.dtype not in wanted:

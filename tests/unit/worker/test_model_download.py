@@ -122,7 +122,7 @@ def test_without_weights(hub: FakeHub, tmp_path: Path) -> None:
 
 
 def test_hub_refusals_are_explained(hub: FakeHub, tmp_path: Path) -> None:
-    models = ("org/none", "org/tiny@v9", "org/gated", "org/pickled", "org/adapter")
+    models = ("org/none", "org/tiny@v9", "org/gated", "org/pickled", "org/adapter", "models/llama--8b")
     errors = [error for error, _ in fetch(tmp_path, hub.endpoint, *models)]
     assert errors == [
         f"org/none is neither a path here nor a model on {hub.endpoint} that HF_TOKEN may read",
@@ -130,6 +130,7 @@ def test_hub_refusals_are_explained(hub: FakeHub, tmp_path: Path) -> None:
         f"org/gated is gated: accept its terms on {hub.endpoint}/org/gated and set HF_TOKEN to your token",
         "org/pickled has no safetensors; pickled weights, which may run code, are not loaded",
         "org/adapter has no config.json; give a checkpoint in the form of transformers",
+        "models/llama--8b is neither a path here nor a name on the Hub",
     ]
     assert hub.downloaded() == set()
     [(_, files)] = fetch(tmp_path, hub.endpoint, "org/gated", HF_TOKEN=hub.token)

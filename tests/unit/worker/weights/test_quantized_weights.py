@@ -227,6 +227,23 @@ def write_config(folder: Path, quantization_config: Any) -> Path:
     return folder
 
 
+@pytest.mark.parametrize(
+    ("layer", "shape", "dtype"),
+    [
+        (LayerQuantConfig("per_1x128", "int4x2"), (4, 128), "I8"),
+        (LayerQuantConfig("per_1x128", "int8x4"), (4, 128), "F8_E4M3"),
+        (LayerQuantConfig("per_1x16", "fp4x2"), (2, 4, 128), "U8"),
+    ],
+)
+def test_numbers_of_another_format_are_refused(
+    tmp_path: Path, layer: LayerQuantConfig, shape: tuple[int, ...], dtype: str
+) -> None:
+    bits = np.int8 if dtype == "I8" else np.uint8
+    write_safetensors(tmp_path / "model.safetensors", {"a.weight": (dtype, np.ones(shape, bits))})
+    with pytest.raises(ModelError, match=f"a.weight is {dtype}, expected F32, BF16 or F16"):
+        load_weights(tmp_path, {"a.weight": shape}, quantization=QuantizationConfig(layer))
+
+
 class TestWhatDoesNotFit:
     """Each problem is named."""
 
