@@ -16,7 +16,7 @@ import torch
 
 from common.limits import MAX_MODEL_EXPERTS
 from kernels.grouped_weight import GroupedWeight
-from worker.config.gguf_file import BLOCKS, GgufModel, GgufTensor, printable
+from worker.config.gguf_file import BLOCKS, GgufArray, GgufModel, GgufTensor, printable
 from worker.config.model_config import ModelError
 from worker.weights.grouped_tensors import GroupedTensor
 from worker.weights.safetensors_file import DTYPES, Entry, Shape
@@ -125,7 +125,9 @@ class _Place:
             entry = Entry(file, kind, shape, offset, num_bytes)
             changed = self.heads or self.is_shifted
             return ChangedFloats(entry, self.heads, self.is_shifted) if changed else FloatTensor(entry)
-        rows = math.prod(shape[:-1])
+        if len(shape) != 2:
+            raise ModelError(f"{file}: a tensor {list(shape)} is of the type {kind}, which only matrices can have")
+        rows = shape[0]
         return GgufBlocks(shape, Entry(file, "U8", (rows, num_bytes // rows), offset, num_bytes), kind, self.heads)
 
 
@@ -156,9 +158,15 @@ def _stored(model: GgufModel) -> Iterator[tuple[str, _Place]]:
 def _heads(model: GgufModel, architecture: str, part: str) -> int:
     if architecture not in _PAIRED or part not in _HEADS:
         return 0
-    queries = model.metadata.get(f"{architecture}.attention.head_count")
-    heads = model.metadata.get(f"{architecture}.attention.{_HEADS[part]}", queries)
-    return heads if isinstance(heads, int) else 0
+    keys = [f"{architecture}.attention.{name}" for name in (_HEADS[part], "head_count")]
+    key = next((each for each in keys if each in model.metadata), keys[0])
+    value = model.metadata.get(key)
+    # A list has one entry for each layer.
+    found = set(model.numbers(key)) if isinstance(value, GgufArray) else {value}
+    heads = found.pop() if len(found) == 1 else None
+    if type(heads) is not int or heads < 1:
+        raise ModelError(f"{model.path}: {key} must be one number of heads, at least 1, for all layers")
+    return heads
 
 
 def paired_rows(rows: slice, count: int, heads: int) -> torch.Tensor:

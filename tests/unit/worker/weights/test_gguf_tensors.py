@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from kernels.quantized_weight import as_floats
 from tests.checkpoints import make_checkpoint
-from tests.gguf_files import QUANTIZED, TYPES, GgufContent, convert, float_tensor, values_of
+from tests.gguf_files import QUANTIZED, TYPES, GgufContent, GgufTensorData, convert, float_tensor, values_of
 from worker.config.model_config import ModelConfig, ModelError
 from worker.model.architectures import model_class
 from worker.weights.checkpoint import Weights, load_weights, weight_files, weights_digest
@@ -64,6 +64,27 @@ def test_tensors_and_parts_are_those_of_the_checkpoint(tmp_path: Path, kind: str
         kept = weights.take_quantized(MatrixPart(name, rows, columns))
         assert torch.equal(as_floats(kept), expected[name][rows, columns])
         assert weights.use.kept == {name}
+
+
+def test_numbers_of_heads_may_be_listed_by_layer(tmp_path: Path) -> None:
+    content, weights = written(tmp_path, "F32", num_hidden_layers=2)
+    name = "model.layers.1.self_attn.k_proj.weight"
+    expected = weights.take(name)
+    for key in ("llama.attention.head_count", "llama.attention.head_count_kv"):
+        content.metadata[key] = [content.metadata[key]] * 2
+    (tmp_path / "m.gguf").write_bytes(content.to_bytes())
+    config = ModelConfig.from_folder(tmp_path / "m.gguf")
+    shapes = model_class(config.architecture).tensor_shapes(config)
+    assert torch.equal(load_weights(tmp_path / "m.gguf", shapes).take(name), expected)
+
+
+def test_vector_of_a_quantized_type_is_refused(tmp_path: Path) -> None:
+    content, _ = written(tmp_path, "Q8_0")
+    content.tensors["blk.0.attn_norm.weight"] = GgufTensorData("Q8_0", (256,), bytes(8 * 34))
+    (tmp_path / "m.gguf").write_bytes(content.to_bytes())
+    config = ModelConfig.from_folder(tmp_path / "m.gguf")
+    with pytest.raises(ModelError, match="which only matrices can have"):
+        load_weights(tmp_path / "m.gguf", model_class(config.architecture).tensor_shapes(config))
 
 
 def test_experts_are_matrices_of_their_own(tmp_path: Path) -> None:
