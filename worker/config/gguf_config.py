@@ -151,9 +151,13 @@ def _rounded(value: Any) -> Any:
 
 def _rope(entries: _Entries) -> dict[str, Any]:
     theta = {"rope_theta": _rounded(entries.get("rope.freq_base", 10000.0))}
-    kind = entries.get("rope.scaling.type", "none")
+    # As in llama.cpp, a factor without a type is linear.
+    kind = entries.get("rope.scaling.type", "linear" if entries.get("rope.scaling.factor", 0.0) else "none")
     factors = entries.model.floats("rope_freqs.weight")
     if factors:
+        if kind not in ("none", "longrope"):
+            what = f"rope_freqs.weight together with rope.scaling.type {printable(str(kind))}"
+            raise UnreadableFileError(f"{entries.model.path} has {what}, which is not supported")
         # Llama 3's scaling: factors for each wavelength, whatever the length of a sequence.
         length = entries.count("context_length")
         both = {"short_factor": factors, "long_factor": factors, "attention_factor": 1.0, "factor": 1.0}

@@ -72,7 +72,7 @@ def find_gguf_tensors(model: GgufModel, expected: Mapping[str, Shape]) -> dict[s
     Raises:
         ModelError: tensors are missing, surplus, or of another shape; names them as the file does.
     """
-    stored = dict(_stored(model))
+    stored = {name: place for name, place in _stored(model) if name in expected}
     missing = sorted(expected.keys() - stored.keys())
     used = {stored[name].tensor for name in expected.keys() & stored.keys()}
     known = {name for name, tensor in model.tensors.items() if tensor in used} | _SETTINGS

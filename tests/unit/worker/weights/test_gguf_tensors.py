@@ -78,6 +78,19 @@ def test_numbers_of_heads_may_be_listed_by_layer(tmp_path: Path) -> None:
     assert torch.equal(load_weights(tmp_path / "m.gguf", shapes).take(name), expected)
 
 
+def test_rope_scaling_without_type_is_linear(tmp_path: Path) -> None:
+    content, _ = written(tmp_path, "F32")
+    content.metadata["llama.rope.scaling.factor"] = 4.0
+    file = tmp_path / "m.gguf"
+    file.write_bytes(content.to_bytes())
+    rope = ModelConfig.from_folder(file).rope
+    assert (rope.type, rope.factor) == ("linear", 4.0)
+    content.tensors["rope_freqs.weight"] = float_tensor("F32", torch.ones(16))
+    file.write_bytes(content.to_bytes())
+    with pytest.raises(ModelError, match=r"rope_freqs.weight together with rope.scaling.type linear"):
+        ModelConfig.from_folder(file)
+
+
 def test_vector_of_a_quantized_type_is_refused(tmp_path: Path) -> None:
     content, _ = written(tmp_path, "Q8_0")
     content.tensors["blk.0.attn_norm.weight"] = GgufTensorData("Q8_0", (256,), bytes(8 * 34))
