@@ -70,6 +70,8 @@ def gguf_tokenizer_files(model: GgufModel) -> dict[str, bytes]:
         found = "has no tokenizer" if kind is None else f"has the tokenizer {printable(str(kind))}"
         raise UnreadableFileError(f"{model.path} {found}; supported: gpt2 (byte-level BPE), llama (SentencePiece)")
     tokens = _tokens(model)
+    if not tokens:
+        raise UnreadableFileError(f"{model.path}: {_PREFIX}tokens is empty")
     named = {role: tokens[id] for role, id in _named_ids(model, len(tokens)).items()}
     content = (_byte_level if kind == "gpt2" else _sentence_piece)(model, tokens)
     content |= {"version": "1.0", "truncation": None, "padding": None}
@@ -105,11 +107,11 @@ def _tokens(model: GgufModel) -> list[str]:
     types = _types(model, len(tokens))
     while tokens and types[len(tokens) - 1] == _UNUSED:
         tokens.pop()
+    tokens = [token or f"[EMPTY_{id}]" for id, token in enumerate(tokens)]
     lengths = [len(token.encode()) for token in tokens]
     if max(lengths, default=0) > MAX_GGUF_TOKEN_BYTES or sum(lengths) > MAX_GGUF_VOCABULARY_BYTES:
         most = f"{MAX_GGUF_TOKEN_BYTES} bytes a token and {MAX_GGUF_VOCABULARY_BYTES} in all"
         raise UnreadableFileError(f"{model.path}: {_PREFIX}tokens has more than {most}")
-    tokens = [token or f"[EMPTY_{id}]" for id, token in enumerate(tokens)]
     if len(set(tokens)) < len(tokens):
         raise UnreadableFileError(f"{model.path}: {_PREFIX}tokens has a token twice")
     return tokens

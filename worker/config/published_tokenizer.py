@@ -19,7 +19,7 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
 from common.files import UnreadableFileError, parse_json, read_file
-from common.limits import MAX_TOKENIZER_BYTES
+from common.limits import MAX_GGUF_TOKEN_BYTES, MAX_TOKENIZER_BYTES
 from common.text.deferred_torch import deferred_torch
 from common.text.detokenizer import BYTE_LEVEL
 from common.text.tokenizer import TokenizerError
@@ -27,6 +27,8 @@ from common.text.tokenizer import TokenizerError
 _SETTINGS: Final = "tokenizer_config.json"
 # A class of transformers that takes tokenizer.json as it is.
 _CLASS: Final = "PreTrainedTokenizerFast"
+# Ids and special tokens are below this number; published vocabularies have at most 901,629 tokens.
+_MAX_TOKENS: Final = 1 << 20
 _BPE: Final = 2
 _UNIGRAM: Final = 1
 _CONTROL_PIECE: Final = 3
@@ -134,12 +136,14 @@ def _add(backend: tokenizers.Tokenizer, added: Mapping[int, AddedToken]) -> None
     """Adds tokens, in order of their ids.
 
     Raises:
-        ValueError: a token would get another id.
+        ValueError: a token has a too large id, or would get another one.
     """
     for id in sorted(added):
-        while backend.get_vocab_size() < id:
-            filler = f"<|reserved_token_{backend.get_vocab_size()}|>"
-            backend.add_special_tokens([AddedToken(filler, normalized=False, special=True)])
+        if id >= _MAX_TOKENS:
+            raise ValueError(f"the added token {added[id].content!r} has id {id}; ids below {_MAX_TOKENS} are valid")
+        fillers = [f"<|reserved_token_{each}|>" for each in range(backend.get_vocab_size(), id)]
+        if fillers:
+            backend.add_special_tokens([AddedToken(each, normalized=False, special=True) for each in fillers])
         add = backend.add_special_tokens if added[id].special else backend.add_tokens
         add([added[id]])
         if (found := backend.token_to_id(added[id].content)) != id:
@@ -182,6 +186,8 @@ def _from_sentence_piece(data: bytes, settings: Mapping[str, Any]) -> Conversion
     texts = [names.get(id, piece.piece) for id, piece in enumerate(pieces)]
     if len(set(texts)) < len(texts):
         raise ValueError("a piece is there twice")
+    if max(len(text.encode()) for text in texts) > MAX_GGUF_TOKEN_BYTES:
+        raise ValueError(f"a piece has more than {MAX_GGUF_TOKEN_BYTES} bytes")
     vocab: Any = {text: id for id, text in enumerate(texts)}
     if kind == _UNIGRAM:
         vocab = [(text, piece.score) for text, piece in zip(texts, pieces, strict=True)]
@@ -208,6 +214,8 @@ def _from_tekken(data: bytes, _: Mapping[str, Any]) -> Conversion:
     if listed is not None:
         special = [str(token["token_str"]) for token in sorted(listed, key=lambda token: int(token["rank"]))]
     count = int(config.get("default_num_special_tokens") or len(special))
+    if count > _MAX_TOKENS:
+        raise ValueError(f"it has {count} special tokens; at most {_MAX_TOKENS} are valid")
     special += [f"<SPECIAL_{id}>" for id in range(len(special), count)]
     size = int(config.get("default_vocab_size") or count + len(content["vocab"]))
     ranks = [base64.b64decode(token["token_bytes"]) for token in content["vocab"][: size - count]]
@@ -252,8 +260,10 @@ def _byte_level(ranks: Mapping[bytes, int], pattern: str, special: list[str]) ->
         special: special tokens in front of the others, by id.
 
     Raises:
-        ValueError: a rank or a byte is missing.
+        ValueError: a rank or a byte is missing, or a token is too long.
     """
+    if max(map(len, ranks), default=0) > MAX_GGUF_TOKEN_BYTES:
+        raise ValueError(f"a token has more than {MAX_GGUF_TOKEN_BYTES} bytes")
     if sorted(ranks.values()) != list(range(len(ranks))):
         raise ValueError(f"the ranks of its {len(ranks)} tokens are not 0 to {len(ranks) - 1}")
     if missing := [byte for byte in range(256) if bytes([byte]) not in ranks]:

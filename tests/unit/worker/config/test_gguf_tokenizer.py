@@ -187,6 +187,7 @@ TOKENS = "tokenizer.ggml.tokens"
             },
             "tokens makes more than 8388608 bytes of merges",
         ),
+        ({"tokenizer.ggml.model": "llama", TOKENS: None}, "tokens is empty"),
         ({TOKENS: 5}, "tokens is not an array of strings"),
         ({"tokenizer.ggml.model": "llama"}, "scores has 0 items for 300 tokens"),
         ({"tokenizer.chat_templates": ["rag"]}, "has no tokenizer.chat_template.rag, which it lists"),

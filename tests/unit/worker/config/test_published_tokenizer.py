@@ -141,6 +141,19 @@ def test_settings_of_a_sentence_piece_model_count(tmp_path: Path) -> None:
             {**FOLDERS["bpe"], "added_tokens.json": b'{"<0x05>": 800}'},
             "the added token '<0x05>' has id 800, but its vocabulary makes it ",
         ),
+        (
+            {**FOLDERS["bpe"], "added_tokens.json": b'{"<far>": 2000000000}'},
+            "the added token '<far>' has id 2000000000; ids below 1048576 are valid",
+        ),
+        (
+            {"tekken.json": b'{"config": {"pattern": "a", "default_num_special_tokens": 1000000000}, "vocab": []}'},
+            "it has 1000000000 special tokens; at most 1048576 are valid",
+        ),
+        (
+            {**FOLDERS["kimi"], "tiktoken.model": base64.b64encode(b"a" * 1025) + b" 0\n"},
+            "a token has more than 1024 bytes",
+        ),
+        (with_config("bpe", added_tokens_decoder={"5": {"content": "a" * 1025}}), "a piece has more than 1024 bytes"),
         (with_config("bpe", bos_token="<none>"), "the bos_token '<none>' is not in its vocabulary"),
         ({"vocab.json": b"{}"}, "has no tokenizer.json; a fast tokenizer is needed"),
     ],
