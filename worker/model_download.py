@@ -81,9 +81,10 @@ def download(model: HubModel, *, weights: bool = True, include: Sequence[str] = 
         disable_progress_bars()
     with _explained(model):
         repository = _listed(model)
-        wanted = _chosen(repository.sizes, _patterns(model, weights), _IGNORED) + _chosen(repository.sizes, include)
+        needed = _chosen(repository.sizes, _patterns(model, weights), _IGNORED)
         if repository.sizes:
-            _check_wanted(model, repository.sizes, wanted, weights=weights)
+            _check_wanted(model, repository.sizes, needed, weights=weights)
+        wanted = needed + _chosen(repository.sizes, include)
         size = _check_disk(model, repository, wanted)
         shown = (
             contextlib.nullcontext() if sys.stderr.isatty() or not size else reported(str(model), _blobs(model), size)

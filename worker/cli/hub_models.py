@@ -74,8 +74,10 @@ def _parsed(model: str, revision: str | None, file: str) -> HubModel:
 
 
 def _commit(path: Path) -> str:
-    """The commit of a path in the cache: the name of the folder below `snapshots`."""
-    return path.parts[path.parts.index("snapshots") + 1]
+    """The commit of a path in the cache, which begins with a repository's folder, `snapshots` and the commit."""
+    from huggingface_hub import constants  # noqa: PLC0415
+
+    return path.relative_to(constants.HF_HUB_CACHE).parts[2]
 
 
 @dataclass(frozen=True)
@@ -144,6 +146,14 @@ def _rows(repo: CachedRepoInfo) -> Iterator[CachedModel]:
 
 def _verdict(folder: Path) -> tuple[str, str]:
     """Architecture of a checkpoint folder or GGUF file, and whether a worker can serve it."""
+    try:
+        return _checked(folder)
+    # One bad file must not hide the other models.
+    except Exception as error:
+        return _named_architecture(folder), f"it cannot be read: {type(error).__name__}"
+
+
+def _checked(folder: Path) -> tuple[str, str]:
     try:
         config = ModelConfig.from_folder(folder)
         architecture = config.architecture
