@@ -6,6 +6,7 @@ tensor, for each row, or for blocks; zero points and an order of columns for som
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
@@ -34,6 +35,9 @@ _CODE_GROUPS: Final = {-1: "per_token", 32: "per_1x32", 64: "per_1x64", 128: "pe
 _GPTQ_FORMATS: Final = ("gptq", "gptq_v2")
 # compressed-tensors' `actorder` -> whether `weight_g_idx` is stored.
 _CT_ORDERS: Final = {None: False, False: False, "weight": False, "static": False, "group": True, "dynamic": True}
+# Parts of a pattern of names: escapes, sets of characters, beginnings and ends of groups, repetitions, alternatives.
+_PARTS: Final = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\((?:\?[:=!]|\?<[=!]|\?P<\w*>)?|\)|[*+?{]|\|", re.DOTALL)
+_MOST_REPETITIONS: Final = 8
 _QUARK_DTYPES: Final = {"fp8_e4m3": "fp8", "int8": "int8", "fp4": "fp4x2"}
 
 
@@ -57,11 +61,43 @@ def parse_quantization(config: Mapping[str, Any]) -> QuantizationConfig:
     except (AttributeError, InvalidFieldError, TypeError) as error:
         # Something in it is of another kind than the method says: no object, no list, no pattern of names.
         raise ValueError(f"quantization_config of method {method} is malformed: {error}") from error
+    for name in (*parsed.exclude_layers, *(name for name, _ in parsed.layer_quant_configs)):
+        if _is_slow(name):
+            raise ValueError(
+                f"the pattern {name[:80]!r} may take too long; supported: at most {_MOST_REPETITIONS} repetitions, "
+                "none of a group with repetitions or alternatives"
+            )
     for layer in parsed.layer_configs:
         if layer.quant_type != "no" and layer.quant_type not in WEIGHT_FORMATS[layer.quant_dtype]:
             found = f"{layer.quant_dtype} {layer.quant_type}"
             raise ValueError(f"weights quantized as {found} are not supported; supported: {weight_formats()}")
     return parsed
+
+
+def _is_slow(name: str) -> bool:
+    """True if a search for a name may take exponential time: nested repetitions, or very many."""
+    if not name.startswith(REGEX):
+        return name.count("*") > _MOST_REPETITIONS
+    pattern = name.removeprefix(REGEX)
+    # A repetition may stand apart from its group behind a comment, or behind a blank with the flag `x`.
+    if re.search(r"\(\?(?:#|[a-z-]*x)", pattern):
+        return True
+    # For each open group, whether it has repetitions or alternatives.
+    groups = [False]
+    count = 0
+    for found in _PARTS.finditer(pattern):
+        part = found[0]
+        if part[0] == "(":
+            groups.append(False)
+        elif part == ")" and len(groups) > 1:
+            varies = groups.pop()
+            if varies and pattern[found.end() : found.end() + 1] in ("*", "+", "{"):
+                return True
+            groups[-1] |= varies
+        elif part in ("*", "+", "?", "{", "|"):
+            groups[-1] = True
+            count += part != "|"
+    return count > _MOST_REPETITIONS
 
 
 def _fp8(spec: Spec) -> QuantizationConfig:

@@ -129,6 +129,35 @@ def test_unsupported_codes_are_refused_in_one_line(spec: dict[str, Any], message
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        r"(\w+\.)*x",
+        r"(?:a|a)+x",
+        r"((a?)b){60}x",
+        r"(?P<n>(?:[)]*))+x",
+        ".*" * 9,
+        "(?x)(a*) *x",
+        "(a*)(?#)*x",
+    ],
+)
+def test_pattern_that_may_take_too_long_is_refused(pattern: str) -> None:
+    with pytest.raises(ValueError, match="may take too long"):
+        parse(gptq(dynamic={f"-:{pattern}": {}}))
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        r".*\.layers\.\d+\.mlp\.experts\.\d+\..*",
+        r"(?:.*\.)?model\.layers\.(?:[0-9]|1[0-9])\.(?!mlp).*$",
+        r"lm_head[(*+]\(\)*",
+    ],
+)
+def test_patterns_of_published_checkpoints_are_read(pattern: str) -> None:
+    assert parse(gptq(dynamic={f"-:{pattern}": {}})).exclude_layers == (f"re:{pattern}",)
+
+
 def test_missing_settings_of_codes_are_named() -> None:
     for spec, key in ((gptq(), "bits"), (gptq(), "group_size"), (packed(), "config_groups")):
         with pytest.raises(KeyError, match=key):
