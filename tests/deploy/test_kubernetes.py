@@ -7,7 +7,7 @@ import json
 import re
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -82,18 +82,16 @@ def file_of(variant: str, component: str) -> ContainerFile:
 def in_force(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     """Reads a container's options as its program would: arguments, the file, the manifest's variables, the image's."""
 
-    def read(variant: str, component: str, group: Mapping[str, str] = LWS) -> dict[str, Any]:
+    def read(variant: str, component: str, group: dict[str, str] = LWS) -> dict[str, Any]:
         if component == "router":
             (tmp_path / "router.yaml").write_text(router_configuration(variant))
         name, *arguments = container(variant, component)["args"]
         assert name == COMMAND_OF.get(component, "worker")
         here = [argument.replace("/etc/fissile/", f"{tmp_path}/") for argument in arguments]
-        for variable, value in group.items():
-            here = [argument.replace(f"$({variable})", value) for argument in here]
-        variables = file_of(variant, component).environment | environment(variant, component)
+        variables = file_of(variant, component).environment | environment(variant, component) | group
         with monkeypatch.context() as patched:
             for variable, value in variables.items():
-                if variable.startswith("FISSILE_"):
+                if variable.startswith(("FISSILE_", "LWS_")):
                     patched.setenv(variable, value)
             return command_of("worker" if component == "rank" else component).make_context(component, here).params
 

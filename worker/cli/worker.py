@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Any, Final
 
@@ -16,6 +17,7 @@ from common.cli.core.options import options
 from common.rpc.descriptors import raise_descriptor_limit
 from common.telemetry.logs import setup_logging
 from common.telemetry.output import guard_standard_streams
+from worker.cli.launchers import PLACEMENT_KEY, place_node
 from worker.cli.warmup import warmup
 from worker.cli.worker_modes import MODES
 from worker.cli.worker_options import worker_options
@@ -35,7 +37,10 @@ class WorkerCommand(ConfigurableCommand):
     @override
     def make_context(self, info_name: str | None, args: list[str], *rest: Any, **extra: Any) -> click.Context:
         if args[:1] != [WARMUP]:
-            return super().make_context(info_name, args, *rest, **extra)
+            context = super().make_context(info_name, args, *rest, **extra)
+            # After the check of options without effect: a launcher gives all machines the options of machine 0.
+            place_node(context, os.environ)
+            return context
         return warmup.make_context(f"{info_name} {WARMUP}", args[1:], *rest, **extra)
 
 
@@ -58,6 +63,8 @@ def worker(log_level: str, **given: Any) -> int:
     setup_logging(log_level, service="worker")
     if unused := unused_variables(click.get_current_context()):
         log.warning("variables without effect in this mode", variables=unused)
+    if placed := click.get_current_context().meta.get(PLACEMENT_KEY):
+        log.info("machines from the launcher's variables", **placed)
     raise_descriptor_limit()
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     return uvloop.run(run_worker(worker_options(**given)))

@@ -9,7 +9,7 @@ import click
 from common.limits import STEP_TIMEOUT_S
 from common.params.config_parts import QUANTIZE, SCHEDULING_POLICIES
 from common.params.options.option import FILE, Option
-from common.params.options.types import SHORTEST_S, ByteSize, Duration, Fraction, Sizes, Speculation
+from common.params.options.types import SHORTEST_S, ByteSize, Duration, Fraction, NodeCount, Sizes, Speculation
 from common.params.step_defaults import BUDGET_ON_CPU, BUDGET_ON_GPU, POLICY_ON_CPU, POLICY_ON_GPU, PREFILL_SLICE_S
 
 SERVE: Final = "serve"
@@ -208,8 +208,8 @@ _RANKS: Final = (
         "Number of machines that the ranks are spread over, equally many on each. Run this command on all of them with "
         "the same --tp-size, --nnodes, --dist-init and --model, and with --node-rank 0, 1, ...: machine 0 serves "
         "requests. The others run ranks only, and also accept --dist-secret, --threads, --health-port with --host, and "
-        "--log-level.",
-        (WORKER,), _COUNT, 1,
+        "--log-level. auto takes all three from LeaderWorkerSet, torchrun or Slurm; port 4100 of machine 0.",
+        (WORKER,), NodeCount(), 1, metavar="N|auto",
     ),
     Option(
         "--node-rank", "FISSILE_NODE_RANK", "Number of this machine, from 0.", (WORKER,), click.IntRange(min=0), 0,

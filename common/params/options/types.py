@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 # The shortest timeout: 0 would end every call at once.
 SHORTEST_S: Final = 0.001
+# Value of `--nnodes auto`.
+AUTO_NODES: Final = 0
 # Objectives of `fissile bench --slo`.
 OBJECTIVES: Final = ("ttft", "tpot", "itl", "latency")
 _DURATION: Final = re.compile(r"(\d+(?:\.\d*)?|\.\d+)(ms|s|m|h|)")
@@ -159,6 +161,21 @@ class Fraction(ParsedText[float]):
         if not 0 <= share <= 1:
             raise ValueError(f"{text} is out of range; use 0% to 100%")
         return share
+
+
+class NodeCount(ParsedText[int]):
+    """Number of machines, or `auto`: AUTO_NODES, for what the launcher's variables say."""
+
+    name = "integer or auto"
+    kind = int
+
+    def read(self, text: str) -> int:
+        """Reads a number of machines; see ParsedText."""
+        if text.strip() == "auto":
+            return AUTO_NODES
+        if not (text.isascii() and text.isdigit() and int(text)):
+            raise ValueError(f"{text!r} is not a number of machines; use for example 2, or auto")
+        return int(text)
 
 
 class Sizes(ParsedText[tuple[int, ...]]):

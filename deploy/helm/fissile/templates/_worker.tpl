@@ -54,9 +54,8 @@ spec:
       args:
         - worker
         {{- if ne $role "worker" }}
-        - --nnodes=$(LWS_GROUP_SIZE)
-        - --node-rank=$(LWS_WORKER_INDEX)
-        - --dist-init=tcp://$(LWS_LEADER_ADDRESS):4100
+        # Number of Pods, number of this Pod and the leader from LWS_GROUP_SIZE, LWS_WORKER_INDEX, LWS_LEADER_ADDRESS.
+        - --nnodes=auto
         {{- end }}
       {{- if ne $role "rank" }}
       ports:
