@@ -94,7 +94,7 @@ def running_fleet(folder: Path) -> Iterator[Fleet]:
         arguments = ["worker", "--model", str(model), "--model-name", "test", "--worker-id", f"worker-{i}"]
         # A request of the second worker does not end before that is killed.
         speed = OPTIONS if i == 0 else ["--simulate", "fixed:400ms"]
-        arguments += ["--port", str(port), "--metrics-port", str(scraped), *speed]
+        arguments += ["--port", str(port), "--metrics-port", str(scraped), "--kv-tiers", "memory:64MiB", *speed]
         workers.append(Process(f"worker-{i}", arguments, port, folder / f"worker-{i}.log"))
     port = free_port()
     arguments = ["router", "--port", str(port), "--metrics-port", str(ports["router"][0])]

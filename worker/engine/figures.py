@@ -40,6 +40,7 @@ class EngineFigures:
         drafts: verified and accepted drafts by method and by the draft's position after a token, from 0 on.
         ended: sequences by the reason of their end.
         tier_blocks: KV blocks by tier and by what became of them there.
+        tier_traffic: bytes and seconds of KV tiers, by tier and operation.
     """
 
     running: int = 0
@@ -60,6 +61,7 @@ class EngineFigures:
     drafts: Mapping[tuple[str, int], tuple[int, int]] = field(default_factory=dict)
     ended: Mapping[str, int] = field(default_factory=dict)
     tier_blocks: Mapping[tuple[str, str], int] = field(default_factory=dict)
+    tier_traffic: Mapping[tuple[str, str], tuple[int, float]] = field(default_factory=dict)
 
     @property
     def kv_usage(self) -> float:
@@ -97,6 +99,11 @@ _COUNTERS: Final = (
 _OF_DRAFTS: Final = (
     _Instrument(names.ENGINE_DRAFT_TOKENS, "{token}", "Draft tokens verified", lambda f: f.draft_tokens),
     _Instrument(names.ENGINE_ACCEPTED_TOKENS, "{token}", "Draft tokens accepted", lambda f: f.accepted_tokens),
+)
+# Parts of `EngineFigures.tier_traffic`.
+_OF_TIERS: Final = (
+    (names.ENGINE_TIER_BYTES, "By", "Bytes read from and written to KV tiers"),
+    (names.ENGINE_TIER_TIME, "s", "Time of threads that read from and write to KV tiers"),
 )
 _STEP_BOUNDS: Final = tuple(2.0**power for power in range(17))
 # vLLM's names for these figures.
@@ -142,6 +149,8 @@ def observe_engine(metrics: Metrics, read: ReadFigures, labels: Labels) -> None:
         metrics.counter(one.name, one.unit, one.description, _drafts(read, one, place, labels))
     metrics.counter(names.ENGINE_ENDED, "{sequence}", "Sequences that have ended, by the reason", _ended(read, labels))
     metrics.counter(names.ENGINE_TIER_BLOCKS, "{block}", "KV blocks in tiers, by result", _tiers(read, labels))
+    for place, (name, unit, description) in enumerate(_OF_TIERS):
+        metrics.counter(name, unit, description, _tier_traffic(read, place, labels))
 
 
 def _figure(read: ReadFigures, one: _Instrument, labels: Labels) -> Callable[[], Observed]:
@@ -181,6 +190,17 @@ def _tiers(read: ReadFigures, labels: Labels) -> Callable[[], Observed]:
         return [
             (count, {**labels, names.KV_TIER: tier, names.TIER_RESULT: result})
             for (tier, result), count in figures.tier_blocks.items()
+        ]
+
+    return observe
+
+
+def _tier_traffic(read: ReadFigures, place: int, labels: Labels) -> Callable[[], Observed]:
+    def observe() -> Observed:
+        figures = read() or EngineFigures()
+        return [
+            (done[place], {**labels, names.KV_TIER: tier, names.TIER_OPERATION: operation})
+            for (tier, operation), done in figures.tier_traffic.items()
         ]
 
     return observe

@@ -14,7 +14,7 @@ from common.telemetry import names
 from common.telemetry.ledger import Ledger
 from common.wire.draft_counts import Counts
 from worker.engine.sequence import EndReason, Sequence
-from worker.engine.sequence_ledger import PhaseStart, StepSums
+from worker.engine.sequence_ledger import PhaseStart, StepSums, TierWait
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +54,7 @@ class SequenceTimes:
     Attributes:
         decode: the engine's work while the sequence decoded, if known.
         preempted: times of its preemptions.
+        tiers: its waits for KV tiers; None without any.
     """
 
     arrived: float
@@ -62,6 +63,7 @@ class SequenceTimes:
     ended: float
     decode: DecodeWork | None = None
     preempted: tuple[float, ...] = ()
+    tiers: TierWait | None = None
 
     def phases(self) -> list[tuple[str, float, float]]:
         """Name, start and end of queue, prefill and decode, as far as the sequence came."""
@@ -157,7 +159,7 @@ def sequence_times(seq: Sequence, decode: DecodeWork | None = None) -> SequenceT
     """Timestamps of an ended sequence, and the work that the engine did while it decoded, if known."""
     ended = seq.arrive_time if seq.leave_time is None else seq.leave_time
     reached = seq.arrive_time, seq.first_scheduled_time, seq.first_token_time
-    return SequenceTimes(*reached, ended, decode, seq.preempted_at)
+    return SequenceTimes(*reached, ended, decode, seq.preempted_at, seq.ledger.tier_wait)
 
 
 @dataclass(slots=True)

@@ -9,9 +9,12 @@ Invariant: the parts of a sequence add up to the time from its arrival to its en
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import Counter, deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
+from common.telemetry import names
 from common.telemetry.ledger import Blame, Ledger
 from common.telemetry.names import Stage
 
@@ -62,6 +65,33 @@ class PhaseStart(NamedTuple):
     sums: StepSums
 
 
+@dataclass(slots=True)
+class TierWait:
+    """The time that a sequence has waited for KV tiers, and their results.
+
+    Attributes:
+        began: begin of its first wait, monotonic seconds.
+        ended: end of its last wait; None while it waits.
+        num_asked: blocks that it asked for.
+        num_bytes: bytes of the blocks that were found.
+        is_late: True if a wait ended before the tiers had answered.
+        results: number of blocks by tier and result (`hit`, `miss`, `damaged`).
+    """
+
+    began: float
+    ended: float | None = None
+    num_asked: int = 0
+    num_bytes: int = 0
+    is_late: bool = False
+    results: Counter[tuple[str, str]] = field(default_factory=Counter)
+
+    def attributes(self) -> Mapping[str, int]:
+        """For the span."""
+        by_tier = {names.TIERS_RESULT.format(*key): count for key, count in self.results.items()}
+        said = {names.TIERS_ASKED: self.num_asked, names.TIERS_BYTES: self.num_bytes, names.TIERS_LATE: self.is_late}
+        return {**said, **by_tier}
+
+
 class SequenceLedger(Ledger):
     """Ledger of one sequence, from its arrival at the worker to its end.
 
@@ -76,6 +106,7 @@ class SequenceLedger(Ledger):
         decoded: begin and end of its last decode; infinite while it decodes.
         has_moved: True if it has entered a stage since the last `phase_start`.
         evictor: sequence for which it lost its blocks, while it is preempted; None if unknown.
+        tier_wait: its waits for KV tiers; None without any.
     """
 
     __slots__ = (
@@ -89,6 +120,7 @@ class SequenceLedger(Ledger):
         "prefill_s",
         "request_id",
         "tenant",
+        "tier_wait",
     )
 
     def __init__(self, arrived: float) -> None:
@@ -98,6 +130,7 @@ class SequenceLedger(Ledger):
         self.decoded = (math.inf, math.inf)
         self.has_moved = False
         self.evictor: SequenceLedger | None = None
+        self.tier_wait: TierWait | None = None
         self._phase_began = arrived
         self._prefill_before = 0.0
         self._sums = StepSums()
@@ -147,8 +180,24 @@ class SequenceLedger(Ledger):
 
     def start(self, account: StepAccount, now: float) -> None:
         """Notes a step with a chunk of its prompt; the time after a preemption is its cost until the next token."""
-        if self.stage in (Stage.WORKER_QUEUE, Stage.GRAMMAR_WAIT):
+        if self.stage in (Stage.WORKER_QUEUE, Stage.GRAMMAR_WAIT, Stage.KV_WAIT):
             self.move(Stage.PREFILL, account, now)
+
+    def begin_tier_wait(self, account: StepAccount, now: float) -> TierWait:
+        """Notes that it waits for KV tiers. After a preemption this time is the preemption's cost."""
+        if self.stage is Stage.WORKER_QUEUE:
+            self.move(Stage.KV_WAIT, account, now)
+        if self.tier_wait is None:
+            self.tier_wait = TierWait(now)
+        self.tier_wait.ended = None
+        return self.tier_wait
+
+    def end_tier_wait(self, account: StepAccount, now: float) -> None:
+        """Notes that it waits for a step; a no-op if it does not wait for KV tiers."""
+        if self.stage is Stage.KV_WAIT:
+            self.move(Stage.WORKER_QUEUE, account, now)
+        if self.tier_wait is not None and self.tier_wait.ended is None:
+            self.tier_wait.ended = now
 
     def produce(self, account: StepAccount, now: float) -> None:
         """Notes a token; the first one after a prefill or a preemption starts the decode."""

@@ -15,6 +15,7 @@ final then, even if the block is evicted meanwhile. So eviction writes no bytes.
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
@@ -64,6 +65,7 @@ class Fetch(Protocol):
 
     num_names: int
     blocks: list[bytes]
+    results: Counter[tuple[str, str]]
     is_done: bool
 
     def close(self) -> None:
@@ -107,6 +109,10 @@ class BlockStore(Protocol):
         """Blocks since the start, by tier and by what became of them."""
         ...
 
+    def traffic(self) -> Mapping[tuple[str, str], tuple[int, float]]:
+        """Bytes and seconds since the start, by tier and operation."""
+        ...
+
     def close(self) -> None:
         """Ends its threads."""
         ...
@@ -142,9 +148,11 @@ class _Lookup:
     fetch: Fetch | None = None
 
     def close(self) -> None:
-        """Ends the wait."""
-        self.seq.waits_for_kv = False
+        """Ends the fetch, and adds its results to the sequence's trace."""
         if self.fetch is not None:
+            if (wait := self.seq.ledger.tier_wait) is not None:
+                wait.results.update(dict(self.fetch.results))
+                wait.num_bytes += sum(map(len, self.fetch.blocks))
             self.fetch.close()
             self.fetch = None
 
@@ -215,6 +223,7 @@ class TierLookups:
         for seq_id, known in list(self._lookups.items()):
             if known.seq.status is not SequenceStatus.WAITING:
                 # It runs or has ended. If it is preempted it asks anew.
+                known.seq.waits_for_kv = False
                 known.close()
                 del self._lookups[seq_id]
         # Blocks that are on their way; who needs one of them waits for it instead of asking again.
@@ -239,8 +248,18 @@ class TierLookups:
         wait_s = missing / prefill_rate if prefill_rate else _UNKNOWN_WAIT_S
         wait_s = max(_LEAST_WAIT_S, wait_s)
         lookup = self._lookups[seq.id] = _Lookup(seq, start, now + wait_s, wait_s)
-        seq.waits_for_kv = missing > 0 and not self.store.is_resting
+        self._set_wait(seq, missing > 0 and not self.store.is_resting, now)
         return lookup
+
+    def _set_wait(self, seq: Sequence, waits: bool, now: float) -> None:
+        """Begins or ends a sequence's wait, with its stage."""
+        seq.waits_for_kv = waits
+        account = self._lifecycle.account
+        if waits:
+            seq.ledger.begin_tier_wait(account, now)
+        else:
+            seq.ledger.end_tier_wait(account, now)
+        self._lifecycle.note_phase(seq)
 
     def _take_blocks(self, lookup: _Lookup, fetch: Fetch, now: float, *, has_room: bool) -> bool:
         """Publishes blocks that were read, once the pool has room for their prompt and those before it.
@@ -254,7 +273,7 @@ class TierLookups:
         if not fetch.blocks or (has_room and self._blocks.can_allocate(seq, None, self._lifecycle.num_growing)):
             self._publish(lookup, fetch, now)
             return has_room
-        seq.waits_for_kv = False
+        self._set_wait(seq, False, now)
         return False
 
     def _ask(self, lookup: _Lookup, coming: set[bytes], now: float) -> None:
@@ -262,6 +281,9 @@ class TierLookups:
         seq = lookup.seq
         if now > lookup.until:
             self.store.note_late()
+            self._set_wait(seq, False, now)
+            if seq.ledger.tier_wait is not None:
+                seq.ledger.tier_wait.is_late = True
             lookup.close()
         elif lookup.fetch is None and now >= lookup.ask_at:
             names = self._names(seq, self._hittable(seq))[lookup.start :]
@@ -269,6 +291,8 @@ class TierLookups:
                 lookup.fetch = self.store.fetch(names)
                 if lookup.fetch is not None:
                     coming.add(names[0])
+                    if seq.ledger.tier_wait is not None:
+                        seq.ledger.tier_wait.num_asked += lookup.fetch.num_names
 
     def _publish(self, lookup: _Lookup, fetch: Fetch, now: float) -> None:
         """Publishes blocks that have come in free blocks, behind the cached prefix, which may be longer by now."""
@@ -281,12 +305,15 @@ class TierLookups:
         is_cut = len(fetch.blocks) == fetch.num_names and lookup.start < reached
         may_have_more = (is_cut or seq.expects_kv) and len(adopted) == len(blocks) and reached < self._hittable(seq)
         lookup.close()
-        if may_have_more and reached >= lookup.start:
+        waits = may_have_more and reached >= lookup.start
+        if waits:
             if adopted:
                 lookup.until = now + lookup.wait_s
             elif not is_cut:
                 lookup.ask_at = now + _ASK_AGAIN_S
-            lookup.start, seq.waits_for_kv = reached, True
+            lookup.start = reached
+        if waits or seq.waits_for_kv:
+            self._set_wait(seq, waits, now)
 
     def _hittable(self, seq: Sequence) -> int:
         """Number of full blocks that a sequence may take from the cache."""

@@ -202,6 +202,7 @@ class EngineTurns:
             },
             ended={reason.name.lower(): count for reason, count in totals.ended.items()},
             tier_blocks={} if self.core.tiers is None else self.core.tiers.store.counts(),
+            tier_traffic={} if self.core.tiers is None else self.core.tiers.store.traffic(),
         )
 
     def _flush(self) -> int:

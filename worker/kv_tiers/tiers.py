@@ -49,6 +49,9 @@ FAILED: Final = "failed"
 STORED: Final = "stored"
 DROPPED: Final = "dropped"
 LATE: Final = "late"
+# Operations of a tier.
+READ: Final = "read"
+WRITE: Final = "write"
 
 
 def pack(name: bytes, block: bytes) -> bytes:
@@ -95,6 +98,7 @@ class KvFetch:
     Attributes:
         num_names: blocks asked for.
         blocks: what was found, up to the first block that no tier has; complete once `is_done`.
+        results: number of blocks by tier and result (`hit`, `miss`, `damaged`).
         is_done: True once reading has ended.
     """
 
@@ -105,13 +109,14 @@ class KvFetch:
         self._is_closed = False
         self.num_names = len(names)
         self.blocks: list[bytes] = []
+        self.results = Counter[tuple[str, str]]()
         self.is_done = False
 
-    def read(self, get: Callable[[bytes], bytes | None]) -> None:
+    def read(self, get: Callable[[bytes, Counter[tuple[str, str]]], bytes | None]) -> None:
         """Reads the blocks, unless the fetch is closed meanwhile."""
         try:
             for name in self._names:
-                if self._is_closed or (block := get(name)) is None:
+                if self._is_closed or (block := get(name, self.results)) is None:
                     break
                 self.blocks.append(block)
         finally:
@@ -136,21 +141,29 @@ class _Shelf:
         self.name = name
         self.tier = tier
         self.counts = Counter(dict.fromkeys((HIT, MISS, DAMAGED, FAILED, STORED, DROPPED), 0))
+        # Bytes and seconds.
+        self.traffic = {READ: (0, 0.0), WRITE: (0, 0.0)}
         self._lock = threading.Lock()
         self._clock = clock
         self._rest_s = _REST_S
         self._rests_until = 0.0
 
-    def get(self, name: bytes, size: int) -> bytes | None:
-        """The block of this name if the tier has it undamaged."""
+    def get(self, name: bytes, size: int) -> tuple[bytes | None, str]:
+        """The block of this name if the tier has it undamaged, and the result."""
+        began = self._clock()
         value = self._try(lambda: self.tier.get(name), None)
         block = None if value is None else unpack(name, value, size)
-        self._count(MISS if value is None else DAMAGED if block is None else HIT)
-        return block
+        result = MISS if value is None else DAMAGED if block is None else HIT
+        self._count(result)
+        self._add_traffic(READ, len(value or b""), began)
+        return block, result
 
     def put(self, name: bytes, parent: bytes, value: bytes) -> None:
         """Keeps a value if the tier works."""
-        self._count(STORED if self._try(lambda: self._put(name, parent, value), False) else DROPPED)
+        began = self._clock()
+        is_stored = self._try(lambda: self._put(name, parent, value), False)
+        self._count(STORED if is_stored else DROPPED)
+        self._add_traffic(WRITE, len(value) if is_stored else 0, began)
 
     def drop(self, name: bytes) -> None:
         """Forgets a block if the tier works."""
@@ -159,6 +172,12 @@ class _Shelf:
     def _count(self, result: str) -> None:
         with self._lock:
             self.counts[result] += 1
+
+    def _add_traffic(self, operation: str, num_bytes: int, began: float) -> None:
+        seconds = self._clock() - began
+        with self._lock:
+            before = self.traffic[operation]
+            self.traffic[operation] = before[0] + num_bytes, before[1] + seconds
 
     def _put(self, name: bytes, parent: bytes, value: bytes) -> bool:
         self.tier.put(name, parent, value)
@@ -258,6 +277,10 @@ class KvTiers:
         found = {(each.name, result): count for each in self._shelves for result, count in dict(each.counts).items()}
         return {**found, ("", DROPPED): self._num_dropped, ("", LATE): self._num_late}
 
+    def traffic(self) -> dict[tuple[str, str], tuple[int, float]]:
+        """Bytes and seconds since the start, by tier and operation. Threads that read at once each count their time."""
+        return {(each.name, operation): done for each in self._shelves for operation, done in each.traffic.items()}
+
     def close(self) -> None:
         """Ends the threads, once what they do now is done."""
         self._values.put(None)
@@ -276,9 +299,10 @@ class KvTiers:
             except Exception as error:
                 log.warning("KV blocks are not read", why=f"{type(error).__name__}: {error}")
 
-    def _get(self, name: bytes) -> bytes | None:
+    def _get(self, name: bytes, results: Counter[tuple[str, str]]) -> bytes | None:
         for place, shelf in enumerate(self._shelves):
-            block = shelf.get(name, self._block_bytes)
+            block, result = shelf.get(name, self._block_bytes)
+            results[shelf.name, result] += 1
             if block is not None:
                 if place and self._memory:
                     # The block before is not known here, so in memory this one is the end of a chain.

@@ -137,6 +137,9 @@ class RecordedSequenceSpan(SequenceSpan):
         for name, start, end in times.phases():
             work = times.decode if name == names.DECODE_SPAN else None
             self._open.add_child(name, start, end, {} if work is None else work.attributes())
+        if (wait := times.tiers) is not None:
+            ended = times.ended if wait.ended is None else wait.ended
+            self._open.add_child(names.TIERS_SPAN, wait.began, ended, wait.attributes())
         for time in times.preempted:
             self._open.span.add_event(names.PREEMPTED_EVENT, timestamp=self._open.unix_ns(time))
         return self._open.unix_ns(times.ended)

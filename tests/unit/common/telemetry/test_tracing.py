@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -27,6 +28,7 @@ from common.telemetry.tracing import SpanFactory, setup_tracing
 from router.scheduling.queued_request import PlacementChoice
 from router.telemetry.request_span import RequestFacts, RequestSpan, request_span
 from worker.engine.outputs import DecodeWork, SequenceTimes
+from worker.engine.sequence_ledger import TierWait
 from worker.session.sequence_span import sequence_span
 
 GENERATE = "fissile.v1.InferenceService/Generate"
@@ -268,6 +270,23 @@ def test_failed_sequence(code: grpc.StatusCode, status: StatusCode, recorder: Re
     assert ended.status.status_code is status
     assert attributes(ended)["rpc.status_code"] == code.name
     assert [s.name for s in recorder.exporter.get_finished_spans()] == ["queue", "prefill", "worker.generate"]
+
+
+def test_wait_for_kv_tiers_is_a_span_that_ends_with_its_sequence(recorder: Recorder) -> None:
+    now = time.monotonic()
+    for ended in (now + 0.1, None):
+        wait = TierWait(now, ended, num_asked=4, results=Counter({("redis", "hit"): 1, ("redis", "damaged"): 1}))
+        sequence = sequence_span(recorder.tracing, PARENT, arrived=now)
+        sequence.fail(grpc.StatusCode.CANCELLED, SequenceTimes(now, None, None, now + 0.5, tiers=wait))
+    spans = [span for span in recorder.exporter.get_finished_spans() if span.name == "kv tiers"]
+    assert [round(((span.end_time or 0) - (span.start_time or 0)) / 1e9, 6) for span in spans] == [0.1, 0.5]
+    assert attributes(spans[0]) == {
+        "fissile.kv_tiers.asked": 4,
+        "fissile.kv_tiers.bytes": 0,
+        "fissile.kv_tiers.late": False,
+        "fissile.kv_tiers.redis.hit": 1,
+        "fissile.kv_tiers.redis.damaged": 1,
+    }
 
 
 def test_sequence_that_reached_no_worker_still_ends(recorder: Recorder) -> None:

@@ -13,8 +13,10 @@ import pytest
 
 from common.errors import InvalidFieldError
 from common.params.sampling_params import SamplingParams
+from common.telemetry.names import Stage
 from tests.unit.worker.engine.small_engine import BLOCK, engine, prompts
 from worker.engine.batch import ScheduledBatch, ScheduledBatchOutput
+from worker.engine.outputs import sequence_times
 from worker.engine.sequence import Sequence
 from worker.engine.tier_lookups import NAME_BYTES, Tiers, next_name, root_name, salted_name
 from worker.kv_tiers.memory_tier import MemoryTier
@@ -27,7 +29,9 @@ from worker.kv_tiers.tiers import (
     LATE,
     MAX_WAITING_BYTES,
     MISS,
+    READ,
     STORED,
+    WRITE,
     KvFetch,
     KvTiers,
     pack,
@@ -172,7 +176,8 @@ def test_hanging_tier_holds_up_no_request() -> None:
         core.add_request(seq)
     until(lambda: bool(core.step()) and not core.has_unfinished())
     assert all(seq.num_completion_tokens for seq in seqs)
-    assert tiers.counts()["", LATE] > 0
+    waits = [seq.ledger.tier_wait for seq in seqs if seq.ledger.tier_wait is not None]
+    assert 0 < sum(wait.is_late for wait in waits) <= tiers.counts()["", LATE]
     tier.answers.set()
     tiers.close()
 
@@ -247,6 +252,40 @@ def test_prompt_without_room_keeps_its_place_and_its_blocks() -> None:
     assert small.first_scheduled_time is not None
     assert large.first_scheduled_time <= small.first_scheduled_time
     assert large.num_cached_tokens == 48
+    tiers.close()
+
+
+def test_wait_for_tiers_is_a_stage_and_says_what_was_found() -> None:
+    tier, size = MemoryTier(1 << 20, HEADER_BYTES + 16 * BLOCK), 16 * BLOCK
+    tiers = KvTiers({"memory": tier}, size)
+    core = engine(tiers=Tiers(tiers, root_name(["simulated"])))
+    tokens, params = prompts(48)[0], SamplingParams(max_tokens=2)
+    core.add_request(Sequence(tokens, BLOCK, params, arrive_time=time.monotonic()))
+    until(lambda: bool(core.step()) and not core.has_unfinished())
+    until(lambda: len(tier) == 3)
+    tier.drop(next(iter(reversed(tier._entries))))
+    core.scheduler.block_manager.flush()
+    core.scheduler.meter.rate = 1e-3
+    seq = Sequence(tokens, BLOCK, params, arrive_time=time.monotonic())
+    core.add_request(seq)
+    until(lambda: bool(core.step()) and not core.has_unfinished())
+    times = sequence_times(seq)
+    assert times.tiers is not None
+    assert times.arrived <= times.tiers.began <= (times.tiers.ended or 0.0) <= (times.first_scheduled or 0.0)
+    assert times.tiers.attributes() == {
+        "fissile.kv_tiers.asked": 3,
+        "fissile.kv_tiers.bytes": 2 * size,
+        "fissile.kv_tiers.late": False,
+        "fissile.kv_tiers.memory.hit": 2,
+        "fissile.kv_tiers.memory.miss": 1,
+    }
+    parts = seq.ledger.parts(times.ended)
+    assert parts[Stage.KV_WAIT] == pytest.approx((times.tiers.ended or 0.0) - times.tiers.began)
+    assert sum(parts.values()) == pytest.approx(times.ended - times.arrived)
+    traffic = tiers.traffic()
+    moved = {operation: num_bytes // (HEADER_BYTES + size) for (_, operation), (num_bytes, _) in traffic.items()}
+    assert moved == {READ: 2, WRITE: 3}
+    assert all(seconds > 0 for _, seconds in traffic.values())
     tiers.close()
 
 
