@@ -18,6 +18,8 @@ REPO = r"(?P<repo>[^/]+/[^/]+)"
 INFO = re.compile(rf"/api/models/{REPO}(?:/revision/(?P<revision>[^/]+))?")
 TREE = re.compile(rf"/api/models/{REPO}/tree/(?P<revision>[^/]+)")
 FILE = re.compile(rf"/{REPO}/resolve/(?P<revision>[^/]+)/(?P<path>.+)")
+REFUSED = tuple(f" {status}" for status in (401, 403, 404, 500))
+LARGE = (".safetensors", ".gguf", ".bin")
 
 
 @dataclass
@@ -53,13 +55,16 @@ class FakeHub:
         endpoint: its URL.
         token: opens gated repositories.
         repos: repositories by name.
-        requested: method and path of every request.
+        requested: method and path of every request; behind it the status of one that is refused.
         ranges: header `Range` of every request for a file's content.
         broken: True to answer all with 500.
         cut: bytes of a file after which its connection breaks, by path; each breaks once.
         fail_once: paths of files whose first request for their content is answered with 500.
         sizes: sizes that the list of files claims, by path.
-        held: a file's content stops behind its first byte until this is set, if there is such an event.
+        wrong: what is sent instead of a file's content, by path.
+        has_ranges: False to send whole files whatever range is asked for.
+        held: a file's content stops behind `held_bytes` until this is set, if there is such an event.
+        held_bytes: how many.
     """
 
     endpoint: str = ""
@@ -71,12 +76,20 @@ class FakeHub:
     cut: dict[str, int] = field(default_factory=dict)
     fail_once: set[str] = field(default_factory=set)
     sizes: dict[str, int] = field(default_factory=dict)
+    wrong: dict[str, bytes] = field(default_factory=dict)
+    has_ranges: bool = True
     held: threading.Event | None = None
+    held_bytes: int = 1
 
     def downloaded(self) -> set[str]:
         """Paths of files that were read."""
         matches = (FILE.fullmatch(line.removeprefix("GET ")) for line in self.requested if line.startswith("GET "))
-        return {match["path"] for match in matches if match}
+        return {match["path"] for match in matches if match and not match["path"].endswith(REFUSED)}
+
+
+def digest(path: str, content: bytes) -> str:
+    """Names a content, as the Hub does: of weights, which Git LFS stores, by their SHA-256."""
+    return (hashlib.sha256 if path.endswith(LARGE) else hashlib.sha1)(content).hexdigest()
 
 
 @contextmanager
@@ -115,7 +128,6 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _answer(self, body: bool) -> None:
         path = unquote(urlsplit(self.path).path)
-        self.served.requested.append(f"{self.command} {path}")
         if self.served.broken:
             self._send(500, b"", {}, body)
             return
@@ -136,14 +148,12 @@ class _Handler(BaseHTTPRequestHandler):
         return result
 
     def _info(self, repo: FakeRepo, commit: str, match: re.Match[str]) -> tuple[int, bytes, dict[str, str]]:
-        siblings = [
-            {
-                "rfilename": path,
-                "size": self.served.sizes.get(path, len(content)),
-                "blobId": hashlib.sha1(content).hexdigest(),
-            }
-            for path, content in repo.files(commit).items()
-        ]
+        siblings: list[dict[str, Any]] = []
+        for path, content in repo.files(commit).items():
+            size = self.served.sizes.get(path, len(content))
+            siblings.append({"rfilename": path, "size": size, "blobId": hashlib.sha1(content).hexdigest()})
+            if path.endswith(LARGE):
+                siblings[-1]["lfs"] = {"sha256": digest(path, content), "size": size, "pointerSize": 130}
         info = {"id": match["repo"], "modelId": match["repo"], "sha": commit, "siblings": siblings, "private": False}
         return 200, json.dumps(info).encode(), {"Content-Type": "application/json"}
 
@@ -164,17 +174,20 @@ class _Handler(BaseHTTPRequestHandler):
         if self.command == "GET" and path in self.served.fail_once:
             self.served.fail_once.remove(path)
             return 500, b"", {}
-        headers = {"ETag": f'"{hashlib.sha1(content).hexdigest()}"', "X-Repo-Commit": commit, "Accept-Ranges": "bytes"}
+        headers = {"ETag": f'"{digest(path, content)}"', "X-Repo-Commit": commit, "Accept-Ranges": "bytes"}
+        content = self.served.wrong.get(path, content)
         if self.command == "GET":
             self._cut = self.served.cut.pop(path, None)
             self.served.ranges.append(self.headers["Range"] or "")
-        if start := self.headers["Range"]:
+        if (start := self.headers["Range"]) and self.served.has_ranges:
             first = int(start.removeprefix("bytes=").removesuffix("-"))
             headers["Content-Range"] = f"bytes {first}-{len(content) - 1}/{len(content)}"
             return 206, content[first:], headers
         return 200, content, headers
 
     def _send(self, status: int, content: bytes, headers: dict[str, str], body: bool) -> None:
+        refusal = f" {status}" if f" {status}" in REFUSED else ""
+        self.served.requested.append(f"{self.command} {unquote(urlsplit(self.path).path)}{refusal}")
         self.send_response(status)
         for name, value in headers.items():
             self.send_header(name, value)
@@ -183,10 +196,13 @@ class _Handler(BaseHTTPRequestHandler):
         if not body:
             return
         if self.served.held is not None and "ETag" in headers:
-            self.wfile.write(content[:1])
+            self._write(content[: self.served.held_bytes])
             self.served.held.wait(60)
-            content = content[1:]
-        with contextlib.suppress(ConnectionError):
-            self.wfile.write(content[: self._cut])
+            content = content[self.served.held_bytes :]
+        self._write(content[: self._cut])
         if self._cut is not None:
             self._cut, self.close_connection = None, True
+
+    def _write(self, content: bytes) -> None:
+        with contextlib.suppress(ConnectionError):
+            self.wfile.write(content)

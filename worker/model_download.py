@@ -1,7 +1,8 @@
 """Downloads models from the Hugging Face Hub, once, into the cache of `huggingface_hub`.
 
 Only files that serving needs are downloaded, never pickled weights. The library honours HF_HOME, HF_ENDPOINT, HF_TOKEN
-and HF_HUB_OFFLINE, shows progress on a terminal, keeps complete files and continues a file behind a broken connection.
+and HF_HUB_OFFLINE, shows progress on a terminal and keeps complete files. Large files are continued
+(worker/blob_download.py).
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from typing import Final
 import structlog
 
 from common.hub import HubError, HubModel, hub_model
+from worker.blob_download import PARTIAL, LargeFile, download_large_files
 
 log = structlog.get_logger(__name__)
 
@@ -41,7 +43,6 @@ _ATTEMPTS: Final = 3
 _FIRST_SERVER_ERROR: Final = 500
 # Seconds between two log lines about a download, where no progress bar is shown.
 _REPORT_S: Final = 15.0
-_PARTIAL: Final = ".incomplete"
 _GB: Final = 1e9
 
 
@@ -90,7 +91,7 @@ def download(model: HubModel, *, weights: bool = True, include: Sequence[str] = 
             contextlib.nullcontext() if sys.stderr.isatty() or not size else reported(str(model), _blobs(model), size)
         )
         with shown:
-            folder = _fetched(model, wanted, (*_patterns(model, weights), *include))
+            folder = _fetched(model, repository, wanted, (*_patterns(model, weights), *include))
     if model.file:
         return _gguf_file(model, folder)
     if weights and not any(folder.glob(_WEIGHTS)):
@@ -105,14 +106,18 @@ class Repository:
     Attributes:
         sizes: bytes by path; empty if neither the Hub nor the cache has the list.
         blobs: names of the files' contents in the cache, by path; only for a list of the Hub.
+        large: files that a later process can continue, by path; only for a list of the Hub.
+        commit: hash of the commit; "" without a list of the Hub.
     """
 
     sizes: dict[str, int] = field(default_factory=dict)
     blobs: dict[str, str] = field(default_factory=dict)
+    large: dict[str, LargeFile] = field(default_factory=dict)
+    commit: str = ""
 
 
 def _listed(model: HubModel) -> Repository:
-    from huggingface_hub import HfApi, errors, get_cached_repo_tree  # noqa: PLC0415
+    from huggingface_hub import HfApi, constants, errors, get_cached_repo_tree  # noqa: PLC0415
 
     try:
         info = HfApi().model_info(model.repo, revision=model.revision, files_metadata=True)
@@ -125,7 +130,13 @@ def _listed(model: HubModel) -> Repository:
         return Repository()
     found = info.siblings or []
     blobs = {each.rfilename: each.lfs.sha256 if each.lfs else each.blob_id or "" for each in found}
-    return Repository({each.rfilename: each.size or 0 for each in found}, blobs)
+    large = {
+        each.rfilename: LargeFile(each.rfilename, each.lfs.sha256, each.size or 0)
+        for each in found
+        # The Hub sends larger files by its own protocol alone, which the library has.
+        if each.lfs and (each.size or 0) <= constants.MAX_HTTP_DOWNLOAD_SIZE
+    }
+    return Repository({each.rfilename: each.size or 0 for each in found}, blobs, large, info.sha or "")
 
 
 def _patterns(model: HubModel, weights: bool) -> tuple[str, ...]:
@@ -178,12 +189,13 @@ def _blobs(model: HubModel) -> Path:
 
 
 def _check_disk(model: HubModel, repository: Repository, wanted: Sequence[str]) -> int:
-    """Refuses a download that does not fit on the disk of the cache. Returns its bytes."""
+    """Refuses a download that does not fit on the disk of the cache. Returns the bytes that are to come."""
     from huggingface_hub import constants  # noqa: PLC0415
 
     cache, kept = Path(constants.HF_HUB_CACHE), _blobs(model)
     lacking = [path for path in wanted if path in repository.blobs and not (kept / repository.blobs[path]).exists()]
-    size = sum(repository.sizes[path] for path in lacking)
+    large = repository.large
+    size = sum(large[path].missing_bytes(kept) if path in large else repository.sizes[path] for path in lacking)
     free = shutil.disk_usage(next(each for each in (cache, *cache.absolute().parents) if each.exists())).free
     if size > free:
         raise HubError(
@@ -233,15 +245,17 @@ def _stored_bytes(folder: Path) -> int:
     return total
 
 
-def _fetched(model: HubModel, wanted: Sequence[str], patterns: Sequence[str]) -> Path:
+def _fetched(model: HubModel, repository: Repository, wanted: Sequence[str], patterns: Sequence[str]) -> Path:
     """Downloads files; those of `patterns` if the repository could not be listed. Returns their folder."""
     from huggingface_hub import errors, snapshot_download  # noqa: PLC0415
 
     allowed = [glob.escape(path) for path in wanted] or list(patterns)
     ignored = None if wanted or model.file else list(_IGNORED)
+    large = [repository.large[path] for path in wanted if path in repository.large]
     started = time.monotonic()
     for attempt in range(_ATTEMPTS):
         try:
+            download_large_files(model, repository.commit, large, _blobs(model))
             folder = snapshot_download(
                 model.repo, revision=model.revision, allow_patterns=allowed, ignore_patterns=ignored
             )
@@ -313,7 +327,7 @@ def ending_at_signals() -> Iterator[None]:
     def end(number: int, _: FrameType | None) -> None:
         _remove_partial_files()
         # Not by `sys.stderr`, which may write later, on a thread of its own.
-        os.write(2, b"\nerror: the download was interrupted; complete files are kept for the next one\n")
+        os.write(2, b"\nerror: the download was interrupted; the next one continues it\n")
         os._exit(128 + number)
 
     before = {each: signal.signal(each, end) for each in (signal.SIGINT, signal.SIGTERM)}
@@ -325,10 +339,11 @@ def ending_at_signals() -> Iterator[None]:
 
 
 def _remove_partial_files() -> None:
-    """Removes the files that this process is downloading: the library continues none of an earlier process."""
+    """Removes the library's files of this process, which it would not continue in the next one."""
     with contextlib.suppress(OSError):
         for descriptor in Path("/proc/self/fd").iterdir():
             with contextlib.suppress(OSError):
                 path = descriptor.readlink()
-                if path.suffix == _PARTIAL:
+                # A large file's part is named after its digest alone, the library's after the process too.
+                if path.suffix == PARTIAL and "." in path.stem:
                     path.unlink()

@@ -18,7 +18,7 @@ from tests.checkpoints import make_checkpoint
 from tests.covering import slow_but
 from tests.e2e.service import free_port
 from tests.fake_dns import wait_until
-from tests.fake_hub import FakeHub, FakeRepo, fake_hub
+from tests.fake_hub import FakeHub, FakeRepo, digest, fake_hub
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORDED = ROOT / "tests" / "unit" / "worker" / "config" / "recorded_tokenizers.json"
@@ -162,19 +162,29 @@ def test_hub_command_that_cannot_be_done_is_one_line(
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize(("number", "command"), [(signal.SIGINT, "pull"), (signal.SIGTERM, "serve")])
-def test_signal_ends_a_download_at_once(hub: FakeHub, tmp_path: Path, number: int, command: str) -> None:
+@pytest.mark.parametrize(
+    ("number", "arguments", "file", "is_kept"),
+    [
+        pytest.param(signal.SIGINT, ("pull",), "model.safetensors", True, id="weights"),
+        pytest.param(signal.SIGTERM, ("serve", "--simulate", "instant"), "config.json", False, id="configuration"),
+    ],
+)
+def test_signal_ends_a_download_at_once(
+    hub: FakeHub, tmp_path: Path, number: int, arguments: tuple[str, ...], file: str, is_kept: bool
+) -> None:
     hub.held = threading.Event()
-    hub.repos["org/held"] = FakeRepo({"main": {"config.json": b"{}", "model.safetensors": b"weights"}})
-    with start(hub, tmp_path, command, "org/held") as process:
+    files = {"config.json": b"{}", "model.safetensors": b"weights"}
+    hub.repos["org/held"] = FakeRepo({"main": files})
+    with start(hub, tmp_path, *arguments, "org/held") as process:
         try:
-            wait_until(lambda: len(list(tmp_path.rglob("*.incomplete"))) == 2)
+            wait_until(lambda: bool(list(tmp_path.rglob("*.incomplete"))))
             process.send_signal(number)
             _, errors = process.communicate(timeout=60)
         finally:
             process.kill()
             hub.held.set()
     assert process.returncode == 128 + number
-    said = "error: the download was interrupted; complete files are kept for the next one"
-    assert errors.splitlines()[-1] == said
-    assert not list(tmp_path.rglob("*.incomplete"))
+    assert errors.splitlines()[-1] == "error: the download was interrupted; the next one continues it"
+    # A part of weights is named after their digest, a file of the library after its process too.
+    kept = [f"{digest(file, files[file])}.incomplete"] if is_kept else []
+    assert [path.name for path in tmp_path.rglob("*.incomplete")] == kept

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from tests.fake_dns import wait_until
-from tests.fake_hub import FakeHub, FakeRepo, fake_hub
+from tests.fake_hub import FakeHub, FakeRepo, digest, fake_hub
 from worker.model_download import reported
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -50,8 +51,11 @@ GGUFS = {
 # The library writes a file in pieces of this length.
 CHUNK = 10 << 20
 # The library reads its environment once, so each environment takes a process; it answers for all models.
+LARGE = bytes(range(256)) * 47_000
 PROGRAM = """
-import json, sys
+import collections, json, shutil, sys
+if len(sys.argv) > 2:
+    shutil.disk_usage = lambda path: collections.namedtuple("Usage", "total used free")(0, 0, int(sys.argv[2]))
 from common.hub import HubError
 from worker.model_download import model_folder
 def found(model, weights):
@@ -77,22 +81,42 @@ def hub() -> Iterator[FakeHub]:
 
 
 def fetch(
-    home: Path, endpoint: str, *models: str, weights: bool = True, **environment: str
+    home: Path, endpoint: str, *models: str, weights: bool = True, free: int | None = None, **environment: str
 ) -> list[tuple[str, list[str]]]:
-    """(folder, files) or (error, no files) of each model."""
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, json.dumps([(model, weights) for model in models])],
+    """(folder, files) or (error, no files) of each model, on a disk with `free` bytes if given."""
+    with start(home, endpoint, *models, weights=weights, free=free, **environment) as process:
+        try:
+            out, errors = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert process.returncode == 0, errors
+    # structlog prints to standard output too, because logging is not set up.
+    results = json.loads(out.splitlines()[-1])
+    return [(found, files) for found, files in results]
+
+
+def start(
+    home: Path, endpoint: str, *models: str, weights: bool = True, free: int | None = None, **environment: str
+) -> subprocess.Popen[str]:
+    """A process that downloads models; see `fetch`."""
+    wanted = json.dumps([(model, weights) for model in models])
+    return subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, wanted, *([] if free is None else [str(free)])],
         cwd=ROOT,
         env={**os.environ, "HF_HOME": str(home), "HF_ENDPOINT": endpoint, "FISSILE_LOG_LEVEL": "error", **environment},
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=60,
-        check=False,
     )
-    assert done.returncode == 0, done.stderr
-    # structlog prints to standard output too, because logging is not set up.
-    results = json.loads(done.stdout.splitlines()[-1])
-    return [(found, files) for found, files in results]
+
+
+@pytest.fixture
+def part(hub: FakeHub, tmp_path: Path) -> Path:
+    """Where bytes of org/tiny's weights, 12 MB, are kept until all have arrived; its folder is there."""
+    hub.repos["org/tiny"] = FakeRepo({"main": {**FILES, "model.safetensors": LARGE}})
+    path = tmp_path / "hub/models--org--tiny/blobs" / f"{digest('model.safetensors', LARGE)}.incomplete"
+    path.parent.mkdir(parents=True)
+    return path
 
 
 @pytest.mark.slow
@@ -150,15 +174,69 @@ def test_unreachable_hub_is_one_line(hub: FakeHub, tmp_path: Path) -> None:
     assert "\n" not in error
 
 
-def test_broken_connection_and_server_error_lose_no_byte(hub: FakeHub, tmp_path: Path) -> None:
-    content = bytes(range(256)) * 47_000
-    hub.repos["org/tiny"] = FakeRepo({"main": {**FILES, "model.safetensors": content}})
-    hub.cut["model.safetensors"] = len(content) - 1
-    hub.fail_once.add("tokenizer.json")
+def test_broken_connection_and_server_error_lose_no_byte(hub: FakeHub, part: Path, tmp_path: Path) -> None:
+    hub.cut["model.safetensors"] = len(LARGE) - 1
+    hub.fail_once |= {"tokenizer.json", "model.safetensors"}
     [(folder, files)] = fetch(tmp_path, hub.endpoint, "org/tiny")
     assert set(files) == WANTED
-    assert (Path(folder) / "model.safetensors").read_bytes() == content
+    assert (Path(folder) / "model.safetensors").read_bytes() == LARGE
     assert [each for each in hub.ranges if each] == [f"bytes={CHUNK}-"]
+
+
+def test_killed_download_continues_in_the_next_process(hub: FakeHub, part: Path, tmp_path: Path) -> None:
+    hub.held, hub.held_bytes = threading.Event(), CHUNK + 100
+    with start(tmp_path, hub.endpoint, "org/tiny") as process:
+        try:
+            wait_until(lambda: part.exists() and part.stat().st_size >= CHUNK)
+        finally:
+            process.kill()
+            hub.held.set()
+    hub.held = None
+    hub.ranges.clear()
+    [(folder, files)] = fetch(tmp_path, hub.endpoint, "org/tiny")
+    assert set(files) == WANTED
+    assert (Path(folder) / "model.safetensors").read_bytes() == LARGE
+    assert [each for each in hub.ranges if each] == [f"bytes={CHUNK}-"]
+    assert not part.exists()
+
+
+@pytest.mark.parametrize(
+    ("kept", "missing", "has_ranges", "ranges"),
+    [
+        pytest.param(LARGE[:5_000_000], len(LARGE) - 5_000_000, True, ["bytes=5000000-"], id="right"),
+        pytest.param(LARGE, 0, True, [], id="complete"),
+        pytest.param(b"?" * 5_000_000, len(LARGE) - 5_000_000, True, ["bytes=5000000-", ""], id="damaged"),
+        pytest.param(LARGE + b"?", len(LARGE), True, [""], id="too long"),
+        pytest.param(LARGE[:5_000_000], len(LARGE) - 5_000_000, False, ["bytes=5000000-"], id="no ranges"),
+    ],
+)
+def test_content_is_whole_whatever_part_was_kept(
+    hub: FakeHub, part: Path, tmp_path: Path, kept: bytes, missing: int, has_ranges: bool, ranges: list[str]
+) -> None:
+    hub.has_ranges = has_ranges
+    hub.repos["org/tiny"] = FakeRepo({"main": {"config.json": b"{}", "model.safetensors": LARGE}})
+    part.write_bytes(kept)
+    # The part's bytes are on the disk already; config.json has two.
+    [(folder, _)] = fetch(tmp_path, hub.endpoint, "org/tiny", free=missing + 2)
+    assert (Path(folder) / "model.safetensors").read_bytes() == LARGE
+    # The library asks for config.json without a range, in the end.
+    assert hub.ranges == [*ranges, ""]
+    assert not part.exists()
+
+
+def test_disk_without_room_for_the_rest_of_a_part_is_refused(hub: FakeHub, part: Path, tmp_path: Path) -> None:
+    part.write_bytes(LARGE[:5_000_000])
+    [(error, _)] = fetch(tmp_path, hub.endpoint, "org/tiny", free=len(LARGE) - 5_000_000 - 1)
+    assert error.startswith("org/tiny needs 0.0 GB in ")
+    assert part.stat().st_size == 5_000_000
+
+
+def test_content_with_another_digest_is_refused(hub: FakeHub, tmp_path: Path) -> None:
+    hub.wrong["model.safetensors"] = b"WEIGHTS"
+    [(error, _)] = fetch(tmp_path, hub.endpoint, "org/tiny")
+    sent, listed = (digest("model.safetensors", content) for content in (b"WEIGHTS", b"weights"))
+    assert error == f"org/tiny: model.safetensors arrived with the SHA-256 {sent}, the Hub lists {listed}"
+    assert not [path for path in tmp_path.rglob("*") if path.is_file() and path.read_bytes() == b"WEIGHTS"]
 
 
 def test_commit_pins_a_revision(hub: FakeHub, tmp_path: Path) -> None:
