@@ -49,11 +49,13 @@ from worker.doors.served_doors import SERVED_DOORS
 from worker.engine.core import EngineCore
 from worker.engine.figures import StepTokens, observe_engine, show_engine_as_vllm
 from worker.engine_factory import EngineOptions, build_engine
+from worker.kv_tiers.tier_option import shared_stores
 from worker.progress import StartProgress
 from worker.ranks.rank_host import run_node
 from worker.ranks.rank_peers import RankLostError
 from worker.ranks.topology import Topology, threads_per_rank
 from worker.session.engine_loop import EngineLoop
+from worker.session.kv_session import NO_SHARED_KV, SharedKv
 from worker.session.service import SERVICE, WorkerService
 from worker.session.worker_info import WorkerFacts
 from worker.simulation.cost_model import CostModel
@@ -321,7 +323,9 @@ class Worker:
             ),
             StartProgress(),
         )
-        self._loaded = self._loaded.loaded(built.core.config, built.describe())
+        tiers = built.core.tiers
+        shared = NO_SHARED_KV if tiers is None else SharedKv(shared_stores(built.core.config.kv_tiers), tiers.root)
+        self._loaded = self._loaded.loaded(built.core.config, built.describe(), shared)
         self._core = built.core
         return built.core
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,7 +18,7 @@ from fissile.peers.openengine.v1.openengine_pb2_grpc import InferenceStub
 from fissile.v1 import inference_pb2 as pb
 
 from common.limits import MAX_ANSWERS, MAX_WAITING_CALLS
-from tests.e2e.service import REPOSITORY, Service, running_service
+from tests.e2e.service import REPOSITORY, Process, Service, running_service
 from tests.peers.dynamo import LIMIT_S, running_frontend, running_sidecar
 
 pytestmark = pytest.mark.long
@@ -201,3 +202,44 @@ def _wait_until(is_true: Callable[[], bool]) -> None:
     while not is_true():
         assert time.monotonic() < end
         time.sleep(0.1)
+
+
+@pytest.fixture(scope="module")
+def halves(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Service, openai.OpenAI]]:
+    """A worker for prefills and one for decodes, and a Dynamo that places requests on both."""
+    folder = tmp_path_factory.mktemp("halves")
+    options = ["--doors", "openengine", "--max-model-len", "1024", "--kv-tiers", f"files:{folder / 'kv'}:256MiB"]
+    with (
+        running_service(folder, DEMO, workers=2, worker_options=options) as service,
+        contextlib.ExitStack() as stack,
+    ):
+        for worker, role in zip(service.workers, ("prefill", "decode"), strict=True):
+            worker.stop(signal.SIGKILL)
+            worker.arguments += ["--role", role]
+            worker.start()
+            worker.wait_serving()
+            given = ["--model-path", MODEL, "--disaggregation-mode", role]
+            stack.enter_context(running_sidecar(folder, worker, "_run_trtllm_sidecar", *given))
+        yield service, stack.enter_context(running_frontend(folder, MODEL)).client
+
+
+@pytest.mark.parametrize("given", SAMPLED)
+@pytest.mark.client("Dynamo", "OpenEngine: prefill and decode on workers of their own")
+def test_prefill_and_decode_placed_by_dynamo(halves: tuple[Service, openai.OpenAI], given: dict[str, Any]) -> None:
+    service, dynamo = halves
+    expected = own_answer(service, given)
+    before = [prefills(worker) for worker in service.workers]
+    whole = dynamo.completions.create(model=MODEL, prompt=PROMPT, **given)
+    assert whole.choices[0].text == expected.text
+    parts = list(dynamo.completions.create(model=MODEL, prompt=PROMPT, stream=True, **given))
+    assert "".join(part.choices[0].text for part in parts if part.choices) == expected.text
+    # Each request had a prefill at the one worker, and its answer at the other.
+    assert [prefills(worker) - count for worker, count in zip(service.workers, before, strict=True)] == [2, 2]
+    for index in range(2):
+        load = service.wait_idle(index)
+        assert load.free_blocks == load.total_blocks
+
+
+def prefills(worker: Process) -> int:
+    """Requests through the door that a worker has ended."""
+    return worker.log.read_text().count("openengine.v1.Inference/Generate")

@@ -53,6 +53,7 @@ from worker.doors.door_request import AbortResult, DoorLoad, DoorRequest, DoorSt
 from worker.doors.door_text import DoorText, PreparedRequest, salt_bytes
 from worker.engine.sequence import Sequence
 from worker.session.engine_loop import EngineLoop
+from worker.session.kv_session import KvSession, new_session
 from worker.session.service import WorkerService
 from worker.session.worker_info import WorkerFacts
 
@@ -105,9 +106,10 @@ class DoorAdapter:
         self._threads = ThreadPoolExecutor(TOKENIZE_THREADS, "door-text")
         self._text: DoorText | None = None
         self._live: dict[str, DoorCall] = {}
-        # Ids of ended requests, the oldest first.
+        # Ids of ended requests, and of their KV sessions, the oldest first.
         self._ended: OrderedDict[str, None] = OrderedDict()
-        # Doors and the metadata that the log has said their peers leave out.
+        self._ended_sessions: OrderedDict[str, None] = OrderedDict()
+        # Doors, and what the log has said about their peers.
         self._said: set[tuple[str, str]] = set()
 
     # Facts.
@@ -192,6 +194,8 @@ class DoorAdapter:
             except ApiError as error:
                 raise door.renamed(error) from None
             self._say_missing(door, context)
+            if request.session is not None and not prepared.expects_kv:
+                self._say_once(door, "a KV session is of other weights, numerics or tiers: its prompt is computed")
             async with self._running(request, request_id, prepared, context) as call:
                 yield call
 
@@ -236,6 +240,21 @@ class DoorAdapter:
             return AbortResult.ALREADY_FINISHED
         call.abort()
         return AbortResult.ABORTED
+
+    def abort_session(self, session_id: str) -> AbortResult:
+        """Ends the requests of a KV session. Their blocks stay in the tiers, where any prompt may find them."""
+        calls = [call for call in self._live.values() if call.session is not None]
+        found = [call.request_id for call in calls if call.session and call.session.session_id == session_id]
+        results = {self.abort(request_id) for request_id in found}
+        if AbortResult.ABORTED in results:
+            return AbortResult.ABORTED
+        is_known = bool(results) or session_id in self._ended_sessions
+        return AbortResult.ALREADY_FINISHED if is_known else AbortResult.UNKNOWN
+
+    @property
+    def num_sessions(self) -> int:
+        """Number of running requests that have a KV session."""
+        return sum(call.session is not None for call in self._live.values())
 
     def abort_all(self) -> int:
         """Ends all requests of all doors. Returns their number."""
@@ -286,7 +305,8 @@ class DoorAdapter:
             raise DuplicateRequestError(request_id)
         arrived, left = self._clock(), context.time_remaining()
         deadline = None if left is None else arrived + left
-        call = DoorCall(request_id, prepared.token_ids, self.engine.cancel)
+        session = self._session(request, request_id, prepared)
+        call = DoorCall(request_id, prepared.token_ids, self.engine.cancel, session)
         seqs = self._sequences(request, request_id, prepared, pooling, arrived, deadline)
         self._service.note_direct(request_id, len(prepared.token_ids))
         call.begin(
@@ -312,7 +332,9 @@ class DoorAdapter:
             raise
         finally:
             del self._live[request_id]
-            self._remember(request_id)
+            _remember(self._ended, request_id)
+            if call.session is not None:
+                _remember(self._ended_sessions, call.session.session_id)
             call.close()
             # Observation may fail without failing the request.
             with contextlib.suppress(Exception):
@@ -329,7 +351,7 @@ class DoorAdapter:
     ) -> list[Sequence]:
         """The sequences of a request, one for each answer."""
         params, salt, limits = prepared.params, salt_bytes(request.cache_salt), self.facts.engine_limits
-        return [
+        seqs = [
             Sequence(
                 prepared.token_ids.tolist(),
                 limits.block_size,
@@ -349,18 +371,34 @@ class DoorAdapter:
             )
             for choice in range(params.n)
         ]
+        for seq in seqs:
+            seq.expects_kv = prepared.expects_kv
+        return seqs
 
-    def _remember(self, request_id: str) -> None:
-        """Keeps the id of an ended request, so that its abort is told from that of an unknown one."""
-        self._ended[request_id] = None
-        self._ended.move_to_end(request_id)
-        while len(self._ended) > MAX_ENDED_IDS:
-            self._ended.popitem(last=False)
+    def _session(self, request: DoorRequest, request_id: str, prepared: PreparedRequest) -> KvSession | None:
+        """The session that a prefill makes, or that of a request; None without one."""
+        if not request.is_context_only:
+            return request.session
+        facts, rank = self.facts, self.config.parallel_config.data_parallel_rank
+        num_blocks = len(prepared.token_ids) // facts.block_size
+        return new_session(facts.shared_kv, prepared.kv_name, num_blocks, request_id, rank)
 
     def _say_missing(self, door: EngineDoor, context: Context) -> None:
         """Logs, once per door, what a peer leaves out although Fissile's own clients and routers send it."""
         has_trace = bool(traceparent_of(context.invocation_metadata()))
         for what, is_there in (("traceparent", has_trace), ("deadline", context.time_remaining() is not None)):
-            if not is_there and (door.name, what) not in self._said:
-                self._said.add((door.name, what))
-                log.info(f"a peer's call has no {what}", door=door.name)
+            if not is_there:
+                self._say_once(door, f"a peer's call has no {what}")
+
+    def _say_once(self, door: EngineDoor, what: str) -> None:
+        if (door.name, what) not in self._said:
+            self._said.add((door.name, what))
+            log.info(what, door=door.name)
+
+
+def _remember(ended: OrderedDict[str, None], name: str) -> None:
+    """Keeps the id of an ended request or session, so that its abort is told from that of an unknown one."""
+    ended[name] = None
+    ended.move_to_end(name)
+    while len(ended) > MAX_ENDED_IDS:
+        ended.popitem(last=False)

@@ -26,6 +26,7 @@ from worker.doors.door_request import DoorEvent, DoorFinish, DoorOutput, DoorPro
 from worker.engine.outputs import End, RequestOutput, Start
 from worker.engine.sequence import EndReason
 from worker.engine.sequence import Sequence as EngineSequence
+from worker.session.kv_session import KvSession
 from worker.session.request_trace import RequestTrace, failure
 
 _FINISHES = {
@@ -158,14 +159,22 @@ class DoorCall:
         request_id: the peer's, or one made for it.
         token_ids: of the prompt.
         cancel: ends sequences in the engine.
+        session: a KV session that ends with the call, None without one.
 
     Attributes:
-        request_id, token_ids: as given.
+        request_id, token_ids, session: as given.
         answers: by index; set once, before the call is submitted.
     """
 
-    def __init__(self, request_id: str, token_ids: array[int], cancel: Callable[[Iterable[int]], None]) -> None:
+    def __init__(
+        self,
+        request_id: str,
+        token_ids: array[int],
+        cancel: Callable[[Iterable[int]], None],
+        session: KvSession | None = None,
+    ) -> None:
         self.request_id = request_id
+        self.session = session
         self.token_ids = token_ids
         self.answers: Sequence[DoorAnswer] = ()
         self.cancel = cancel

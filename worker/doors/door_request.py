@@ -15,6 +15,7 @@ from common.errors import ApiError, FieldViolation
 from common.params.pooling import Pooling
 from common.wire.logprob_rows import TokenLogprobs
 from worker.engine.sequence import Priority
+from worker.session.kv_session import KvSession
 
 # Prefixes of our own field paths, which no peer has.
 _PREFIXES = ("sampling_params.", "params.")
@@ -67,6 +68,9 @@ class DoorRequest:
         returns_text: False for outputs without text, if there are no stop strings.
         keeps_special_tokens: True if text has special tokens.
         keeps_stop_token: True if text has the stop token (not end-of-sequence) that ended an answer.
+        is_context_only: True to compute the prompt's blocks alone. The answer is another request's, so `params` are
+            only checked.
+        session: a prefill's session, whose blocks the prompt may wait for; None without one.
     """
 
     prompt: str | Sequence[int]
@@ -78,6 +82,8 @@ class DoorRequest:
     returns_text: bool = True
     keeps_special_tokens: bool = False
     keeps_stop_token: bool = False
+    is_context_only: bool = False
+    session: KvSession | None = None
 
 
 @dataclass(frozen=True, slots=True)

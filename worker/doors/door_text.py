@@ -19,19 +19,31 @@ from common.text.tokenizer import LongPieceError, Tokenizer, TokenizerError, che
 from worker.config.model_config import ModelConfig
 from worker.doors.door_request import DoorRequest
 from worker.llm_engine import InputOutputProcessor
+from worker.session.kv_session import may_have_blocks, prompt_name
 from worker.session.request_validation import check_token_ids
 from worker.session.worker_info import WorkerFacts
 
+# Parameters of a request whose answer another request has.
+_PREFILL = SamplingParams(max_tokens=1, ignore_eos=True)
 # Given token ids of a request that needs no thread: checking them takes less time than a change of threads.
 _INLINE_TOKENS = 2048
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedRequest:
-    """A checked request: its prompt, and its parameters as the engine takes them, without a seed."""
+    """A checked request.
+
+    Attributes:
+        token_ids: of the prompt.
+        params: as the engine takes them, without a seed.
+        kv_name: name of the prompt's blocks (`prompt_name`) for a request with or for a KV session, else empty.
+        expects_kv: True if the worker may find the blocks of the request's session.
+    """
 
     token_ids: array[int]
     params: SamplingParams
+    kv_name: bytes = b""
+    expects_kv: bool = False
 
 
 class DoorText:
@@ -80,7 +92,13 @@ class DoorText:
         if params.prompt_logprobs is not None and params.prompt_logprobs_start > len(token_ids):
             problem = f"is {params.prompt_logprobs_start}"
             raise InvalidFieldError("prompt_logprobs_start", problem, f"at most {len(token_ids)}, the prompt's tokens")
-        return PreparedRequest(token_ids, params)
+        shared = self.facts.shared_kv
+        if not request.is_context_only and request.session is None:
+            return PreparedRequest(token_ids, params)
+        name = prompt_name(shared.root, salt, token_ids, self.facts.block_size)
+        if request.session is None:
+            return PreparedRequest(token_ids, _PREFILL, name)
+        return PreparedRequest(token_ids, params, name, may_have_blocks(request.session, shared, name))
 
     def prompt_ids(self, prompt: str | Sequence[int]) -> array[int]:
         """The token ids of a prompt.

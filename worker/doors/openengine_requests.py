@@ -11,13 +11,15 @@ from typing import Any, Final
 
 from fissile.peers.openengine.v1 import openengine_pb2 as pb
 from google.protobuf.message import Message
+from google.protobuf.struct_pb2 import Value
 
 from common.constraints.forms import CHOICES, GRAMMAR, JSON_OBJECT, JSON_SCHEMA, REGEX
 from common.errors import InvalidFieldError
-from common.limits import MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
-from common.rpc.unsupported_fields import refuse_unserved
+from common.limits import MAX_REQUEST_ID_BYTES, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
+from common.rpc.unsupported_fields import field_paths, refuse_unserved
 from worker.doors.door_request import DoorRequest, EngineDoor
 from worker.engine.sequence import Priority
+from worker.session.kv_session import KvSession
 
 # Names of our parameters, by the peer's fields in `sampling`.
 _SAMPLING: Final = {
@@ -64,6 +66,7 @@ DOOR: Final = EngineDoor(
         "prompt_logprobs_start": "response.prompt_logprob_start",
         "logprob_token_ids": "response.output_candidates.token_ids",
         "cache_salt": "kv.cache_salt",
+        "session": "kv.session",
     },
 )
 GENERATE_SERVED: Final = frozenset(
@@ -91,11 +94,13 @@ GENERATE_SERVED: Final = frozenset(
         "kv",
         "kv.bypass_prefix_cache",
         "kv.cache_salt",
+        "kv.session",
+        *(f"kv.session.{name}" for name in field_paths(pb.KvSessionRef.DESCRIPTOR)),
         "guided",
         *(f"guided.{name}" for name in _GUIDES),
         "guided.choice.choices",
         "guided.backend",
-        # Engines may ignore its keys; `detokenize` is served.
+        # Engines may ignore its keys; `detokenize` and `request_type` are served.
         "extra",
     }
 )
@@ -106,6 +111,10 @@ _KEYS: Final[Mapping[str, tuple[int, int] | None]] = {
     "openengine-priority": (-(2**31), 2**31 - 1),
 }
 _RESERVED: Final = "openengine-"
+# Value of `extra.request_type` by which peers ask for a prefill alone.
+_CONTEXT_ONLY: Final = "context_only"
+# Tiers of a session that are read; a worker has one of each kind.
+_MOST_STORES: Final = 16
 
 
 def door_request(request: pb.GenerateRequest, metadata: Iterable[tuple[str, str | bytes]], dp_rank: int) -> DoorRequest:
@@ -132,6 +141,12 @@ def door_request(request: pb.GenerateRequest, metadata: Iterable[tuple[str, str 
     params.update(_logprobs(request.response))
     params.update(_constraint(request.guided))
     detokenize = request.extra.fields.get("detokenize")
+    request_type = request.extra.fields.get("request_type")
+    is_context_only = request_type is not None and request_type.string_value == _CONTEXT_ONLY
+    if is_context_only:
+        # Peers keep the answer's `min_tokens` beside a `max_tokens` of 1.
+        for name in ("max_tokens", "min_tokens"):
+            params.pop(name, None)
     return DoorRequest(
         request.prompt if request.WhichOneof("input") == "prompt" else request.token_ids.ids,
         params,
@@ -141,7 +156,26 @@ def door_request(request: pb.GenerateRequest, metadata: Iterable[tuple[str, str 
         priority=_priority(metadata, dp_rank),
         returns_text=detokenize is None or detokenize.bool_value or detokenize.WhichOneof("kind") != "bool_value",
         keeps_stop_token=request.stopping.include_stop_in_output,
+        is_context_only=is_context_only,
+        session=kv_session(request.kv.session, dp_rank) if request.kv.HasField("session") else None,
     )
+
+
+def kv_session(ref: pb.KvSessionRef, dp_rank: int) -> KvSession:
+    """The session that a peer names; a session of another engine has neither tiers nor a root.
+
+    Raises:
+        InvalidFieldError: it has no id, or names another rank.
+    """
+    empty = Value()
+    stores = ref.attributes_struct.fields.get("stores", empty).list_value.values[:_MOST_STORES]
+    root = ref.attributes_struct.fields.get("root", empty).string_value
+    if not 1 <= len(ref.session_id.encode()) <= MAX_REQUEST_ID_BYTES:
+        valid = f"1 to {MAX_REQUEST_ID_BYTES} bytes"
+        raise InvalidFieldError("kv.session.session_id", "is missing or too long", valid)
+    if ref.dp_rank != dp_rank:
+        raise InvalidFieldError("kv.session.dp_rank", f"is {ref.dp_rank}", f"{dp_rank}, this engine's rank")
+    return KvSession(ref.session_id, tuple(each.string_value for each in stores), root, dp_rank=dp_rank)
 
 
 def candidate_ids(selection: pb.CandidateTokenSelection) -> list[int]:

@@ -10,20 +10,24 @@ from fissile.peers.openengine.v1 import openengine_pb2 as pb
 
 from common.errors import ApiError
 from common.limits import MAX_ANSWERS, MAX_REQUEST_BYTES, MAX_TOP_LOGPROBS
+from common.params.names import ROLES
 from common.wire.heads import OUTPUT_HEAD
 from common.wire.logprob_rows import TokenLogprobs
+from common.wire.protocol import DECODE_FEATURE, PREFILL_FEATURE
 from worker.doors.door_request import (
     DoorEvent,
     DoorFinish,
     DoorLoad,
     DoorOutput,
     DoorPrompt,
+    DoorRequest,
     DoorState,
     DoorUsage,
     FinishKind,
 )
 from worker.doors.openengine_requests import candidate_ids
 from worker.engine.prefix_cache import BlockChange, StoredBlock
+from worker.session.kv_session import KvSession
 from worker.session.worker_info import WorkerFacts
 
 REVISION: Final = 1
@@ -53,6 +57,7 @@ _CODES: Final = {
 # The worker ends or its engine failed; another worker can run the same request.
 _LOST: Final = frozenset({grpc.StatusCode.ABORTED, grpc.StatusCode.UNAVAILABLE})
 _HASH_BYTES: Final = 8
+_ROLES: Final = {PREFILL_FEATURE: pb.ENGINE_ROLE_PREFILL, DECODE_FEATURE: pb.ENGINE_ROLE_DECODE}
 
 
 class OpenEngineEncoder:
@@ -62,10 +67,18 @@ class OpenEngineEncoder:
         request_id: of the request.
         response: the wanted logprobs.
         token_text: returns the text of a token.
+        session: of a request for a prefill, which ends with this session instead of an answer; else None.
     """
 
-    def __init__(self, request_id: str, response: pb.ResponseOptions, token_text: Callable[[int], str]) -> None:
+    def __init__(
+        self,
+        request_id: str,
+        response: pb.ResponseOptions,
+        token_text: Callable[[int], str],
+        session: KvSession | None = None,
+    ) -> None:
         self._request_id = request_id
+        self._session = session
         self._token_text = token_text
         self._wants_prompt = response.return_prompt_logprobs
         self._prompt_start = response.prompt_logprob_start
@@ -80,6 +93,9 @@ class OpenEngineEncoder:
         Raises:
             ApiError: the prompt's tokens do not fit in a message.
         """
+        if self._session is not None:
+            yield from self._prefill(event, self._session)
+            return
         if isinstance(event, DoorPrompt):
             if self._wants_prompt:
                 yield self._prompt(event)
@@ -92,6 +108,15 @@ class OpenEngineEncoder:
     def error(self, error: ApiError, state: DoorState, usage: DoorUsage) -> pb.GenerateResponse:
         """The last message of a request that failed at a worker in `state`."""
         return self._made(error=engine_error(error, state), usage=usage_message(usage))
+
+    def _prefill(self, event: DoorEvent, session: KvSession) -> Iterator[pb.GenerateResponse]:
+        """The messages of an event of a prefill: its token is no part of the answer, and its end is the session."""
+        if isinstance(event, DoorPrompt) or event.finish is None:
+            return
+        if event.finish.kind is FinishKind.ABORTED:
+            yield self._made(finished=_finished(event.index, event.finish))
+        else:
+            yield self._made(prefill_ready=pb.PrefillReady(kv_session=_session_ref(session)))
 
     def _made(self, **event: object) -> pb.GenerateResponse:
         return pb.GenerateResponse(request_id=self._request_id, **event)  # type: ignore[arg-type]
@@ -138,6 +163,21 @@ def usage_message(usage: DoorUsage) -> pb.Usage:
     )
 
 
+def _session_ref(session: KvSession) -> pb.KvSessionRef:
+    ref = pb.KvSessionRef(
+        session_id=session.session_id, transfer_backend=_backend(session.stores), dp_rank=session.dp_rank
+    )
+    ref.attributes_struct.update(
+        {"stores": list(session.stores), "root": session.root, "num_blocks": session.num_blocks}
+    )
+    return ref
+
+
+def _backend(stores: Iterable[str]) -> str:
+    """Kinds of tiers, such as `redis`."""
+    return ",".join(store.partition(":")[0] for store in stores)
+
+
 def _finished(index: int, finish: DoorFinish) -> pb.GenerationFinished:
     message = pb.GenerationFinished(output_index=index, reason=_FINISHES[finish.kind])
     if finish.eos_token_id is not None:
@@ -160,12 +200,33 @@ def engine_error(error: ApiError, state: DoorState) -> pb.EngineError:
     return pb.EngineError(code=code, message=error.message, retryable=is_lost or error.retry_after_s is not None)
 
 
+def engine_role(role: str) -> pb.EngineRole.ValueType:
+    """A worker's role in the protocol's terms."""
+    return _ROLES.get(role, pb.ENGINE_ROLE_AGGREGATED)
+
+
+def check_role(request: DoorRequest, role: str) -> None:
+    """Checks that a worker of a role serves such a request.
+
+    Raises:
+        ApiError: it does not: prefill workers compute prompts alone, and sessions are for decode workers.
+    """
+    problem = ""
+    if request.is_context_only != (role == PREFILL_FEATURE):
+        problem = "extra.request_type must be context_only at prefill workers, and nowhere else"
+    elif request.session is not None and role != DECODE_FEATURE:
+        problem = "kv.session is for decode workers"
+    if problem:
+        message = f"{problem}; this worker's role is {role or ROLES[0]}"
+        raise ApiError(grpc.StatusCode.FAILED_PRECONDITION, message, reason="ROLE_MISMATCH")
+
+
 def server_info(facts: WorkerFacts, dp_rank: int, dp_size: int) -> pb.ServerInfo:
     """The engine's description, with the model loaded."""
     info = pb.ServerInfo(
         engine_name="fissile",
         engine_version=facts.version,
-        engine_role=pb.ENGINE_ROLE_AGGREGATED,
+        engine_role=engine_role(facts.role),
         instance_id=facts.instance_id,
         supported_models=[facts.model],
         parallelism=pb.ParallelismInfo(
@@ -176,7 +237,7 @@ def server_info(facts: WorkerFacts, dp_rank: int, dp_size: int) -> pb.ServerInfo
             data_parallel_start_rank=dp_rank,
             decode_context_parallel_size=1,
         ),
-        kv_connector=pb.KvConnectorInfo(enabled=False),
+        kv_connector=_connector(facts),
         schema_revision=REVISION,
         minimum_client_revision=REVISION,
         schema_release=RELEASE,
@@ -190,6 +251,23 @@ def server_info(facts: WorkerFacts, dp_rank: int, dp_size: int) -> pb.ServerInfo
     )
     info.extra.update({"numerics": facts.numerics, "weights_digest": facts.weights_digest, "dtype": facts.dtype})
     return info
+
+
+def _connector(facts: WorkerFacts) -> pb.KvConnectorInfo:
+    """The tiers that the worker shares with others."""
+    stores = facts.shared_kv.stores
+    if not stores:
+        return pb.KvConnectorInfo(enabled=False)
+    return pb.KvConnectorInfo(
+        enabled=True,
+        transfer_backend=_backend(stores),
+        supported_protocols=[store.partition(":")[0] for store in stores],
+        supports_remote_prefill=True,
+        supports_decode_pull=True,
+        supports_abort_cleanup=True,
+        supports_drain=True,
+        schema_version=1,
+    )
 
 
 def model_info(facts: WorkerFacts, folder: str, *, has_tokenizer: bool) -> pb.ModelInfo:
@@ -245,7 +323,9 @@ def _capabilities(facts: WorkerFacts) -> pb.GenerationCapabilities:
     )
 
 
-def load_info(facts: WorkerFacts, load: DoorLoad | None, now_ns: int, dp_rank: int | None) -> pb.LoadInfo:
+def load_info(
+    facts: WorkerFacts, load: DoorLoad | None, now_ns: int, dp_rank: int | None, num_sessions: int
+) -> pb.LoadInfo:
     """The engine's load.
 
     Args:
@@ -253,6 +333,7 @@ def load_info(facts: WorkerFacts, load: DoorLoad | None, now_ns: int, dp_rank: i
         load: None before the engine runs, which leaves the numbers absent.
         now_ns: wall clock.
         dp_rank: rank to name; None for none.
+        num_sessions: running requests with a KV session.
     """
     info = pb.LoadInfo(instance_id=facts.instance_id, timestamp_unix_nanos=now_ns)
     if load is None:
@@ -265,7 +346,7 @@ def load_info(facts: WorkerFacts, load: DoorLoad | None, now_ns: int, dp_rank: i
         "prefill_batch_size": load.running_seqs - load.decoding_seqs,
         "decode_batch_size": load.decoding_seqs,
     }
-    info.MergeFrom(pb.LoadInfo(active_kv_sessions=0, waiting_tokens=load.waiting_tokens, **shared))
+    info.MergeFrom(pb.LoadInfo(active_kv_sessions=num_sessions, waiting_tokens=load.waiting_tokens, **shared))
     if dp_rank is not None:
         info.ranks.add(data_parallel_rank=dp_rank, **shared)
     return info

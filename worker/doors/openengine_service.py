@@ -1,7 +1,7 @@
 """Servicers of OpenEngine v0.1.0 on a worker: openengine.v1.Inference and openengine.v1.Control.
 
 A failure before a request is accepted is a gRPC status. Behind that it is one EngineError, the last message of a stream
-that ends with OK. LoRA and KV sessions answer as the protocol says for an engine without them.
+that ends with OK. LoRA answers as the protocol says for an engine without adapters.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ from worker.doors.door_request import AbortResult, DoorRequest, DoorState
 from worker.doors.openengine_requests import DOOR, door_request
 from worker.doors.openengine_responses import (
     OpenEngineEncoder,
+    check_role,
     engine_error,
+    engine_role,
     health_state,
     kv_events,
     load_info,
@@ -56,9 +58,11 @@ class OpenEngineInference(rpc.InferenceServicer):
         """Answers one prompt."""
         async with self._adapter.scope(context):
             wanted = door_request(request, context.invocation_metadata() or (), dp_rank(self._adapter))
+            check_role(wanted, self._adapter.facts.role)
             self._adapter.check_model(request.model)
             async with self._adapter.call(DOOR, wanted, context) as call:
-                encoder = OpenEngineEncoder(call.request_id, request.response, self._adapter.text.token_text)
+                made = call.session if wanted.is_context_only else None
+                encoder = OpenEngineEncoder(call.request_id, request.response, self._adapter.text.token_text, made)
                 failure = await self._write(call, encoder, context)
             if failure is not None:
                 # The stream ends with OK; the log says what happened.
@@ -117,7 +121,7 @@ class OpenEngineControl(rpc.ControlServicer):
             refuse_unserved(request, frozenset({"include_per_rank"}))
         load = None if self._adapter.state is DoorState.STARTING else self._adapter.load
         rank = dp_rank(self._adapter) if request.include_per_rank else None
-        return load_info(self._adapter.facts, load, self._clock_ns(), rank)
+        return load_info(self._adapter.facts, load, self._clock_ns(), rank, self._adapter.num_sessions)
 
     async def Health(self, request: pb.HealthRequest, context: Context) -> pb.HealthResponse:
         """Says whether the engine takes requests; with a probe it generates one token."""
@@ -128,8 +132,9 @@ class OpenEngineControl(rpc.ControlServicer):
             self._adapter.check_model(request.model)
             state = health_state(self._adapter.state)
             checks = [pb.HealthCheck(name="model", state=state)]
-            if request.role not in (pb.ENGINE_ROLE_UNSPECIFIED, pb.ENGINE_ROLE_AGGREGATED):
-                message = f"the role is aggregated, not {pb.EngineRole.Name(request.role)}"
+            own = engine_role(self._adapter.facts.role)
+            if request.role not in (pb.ENGINE_ROLE_UNSPECIFIED, own):
+                message = f"the role is {pb.EngineRole.Name(own)}, not {pb.EngineRole.Name(request.role)}"
                 checks.append(pb.HealthCheck(name="role", state=pb.HEALTH_STATE_NOT_READY, message=message))
             if request.include_inference_probe:
                 checks.append(await self._probe(context))
@@ -189,14 +194,14 @@ class OpenEngineControl(rpc.ControlServicer):
     def _abort(self, request: pb.AbortRequest) -> pb.AbortResponse:
         target = request.WhichOneof("target")
         if target is None or (target == "request_id" and not request.request_id):
-            raise InvalidFieldError("target", "is missing", "request_id or all_requests")
-        if target == "kv_session":
-            raise _unknown(f"KV session {request.kv_session.session_id[:64]!r}")
+            raise InvalidFieldError("target", "is missing", "request_id, kv_session or all_requests")
         if target == "all_requests":
             return pb.AbortResponse(status=pb.ABORT_STATUS_ABORTED, message=f"{self._adapter.abort_all()} requests")
-        result = self._adapter.abort(request.request_id)
+        is_session = target == "kv_session"
+        given = request.kv_session.session_id if is_session else request.request_id
+        result = self._adapter.abort_session(given) if is_session else self._adapter.abort(given)
         if result is AbortResult.UNKNOWN:
-            raise _unknown(f"request {request.request_id[:64]!r}")
+            raise _unknown(f"{'KV session' if is_session else 'request'} {given[:64]!r}")
         is_over = result is AbortResult.ALREADY_FINISHED
         return pb.AbortResponse(status=pb.ABORT_STATUS_ALREADY_FINISHED if is_over else pb.ABORT_STATUS_ABORTED)
 

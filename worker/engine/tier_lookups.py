@@ -166,7 +166,7 @@ class TierLookups:
         root: name before the first block of a prompt without a salt.
 
     Attributes:
-        store: the tiers.
+        store, root: as given.
     """
 
     def __init__(self, lifecycle: Lifecycle, store: BlockStore, root: bytes) -> None:
@@ -174,7 +174,7 @@ class TierLookups:
         self._blocks: BlockManager = lifecycle.block_manager
         self._prefixes = lifecycle.block_manager.prefixes
         self.store = store
-        self._root = root
+        self.root = root
         self._lookups: dict[int, _Lookup] = {}
         self._down: dict[int, BlockKey] = {}
         self._up: list[tuple[int, bytes]] = []
@@ -322,7 +322,7 @@ class TierLookups:
     def _names(self, seq: Sequence, count: int) -> list[bytes]:
         """Names of the first `count` full blocks, kept on the sequence: tokens are only appended."""
         names = seq.kv_names
-        before = names[-1] if names else salted_name(self._root, seq.cache_salt)
+        before = names[-1] if names else salted_name(self.root, seq.cache_salt)
         while len(names) < count:
             before = next_name(before, self._prefixes.tokens(seq, len(names)))
             names.append(before)

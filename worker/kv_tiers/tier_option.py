@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final
+from urllib.parse import urlsplit
 
 from common.errors import InvalidFieldError
 from common.params.options.types import ByteSize
@@ -15,6 +17,10 @@ from worker.kv_tiers.tiers import HEADER_BYTES, KvTier
 
 VALID: Final = "memory:SIZE, files:FOLDER:SIZE and redis://HOST:PORT/DATABASE, each at most once, with commas between"
 _FILES: Final = re.compile(r"(.+):([^:]+)")
+# Kinds of tiers by the schemes of URLs that differ from them.
+_KINDS: Final = {"rediss": "redis"}
+# Hex digits of a place's digest.
+_DIGITS: Final = 16
 
 # Opens a tier for blocks of a number of bytes.
 _Open = Callable[[int], KvTier]
@@ -32,6 +38,21 @@ def check_tiers(text: str) -> None:
 def is_shared(text: str) -> bool:
     """True if the option names a tier that several workers can use."""
     return not _parts(text).keys() <= {"memory"}
+
+
+def shared_stores(text: str) -> tuple[str, ...]:
+    """The tiers that several workers can use, each as its kind and a digest of its place, such as `redis:1f0a...`.
+
+    The digest has neither user nor password. Tiers are equal if their options name the same place in the same words.
+    """
+    stores = []
+    for part in filter(None, (each.strip() for each in text.split(","))):
+        kind, _, rest = part.partition(":")
+        url = urlsplit(part)
+        place = f"{url.hostname}:{url.port}{url.path}" if url.netloc else str(Path(rest.rpartition(":")[0]).absolute())
+        if kind != "memory":
+            stores.append(f"{_KINDS.get(kind, kind)}:{hashlib.sha256(place.encode()).hexdigest()[:_DIGITS]}")
+    return tuple(stores)
 
 
 def open_tiers(text: str, block_bytes: int) -> dict[str, KvTier]:

@@ -15,6 +15,7 @@ from common.wire.peer_numbers import as_uint32, as_uint64
 from common.wire.protocol import EMBED_FEATURE, LOGPROBS_FEATURE, PROTO_MINOR
 from worker.config.vector_config import RelevanceTokens
 from worker.engine.outputs import EngineLoad
+from worker.session.kv_session import NO_SHARED_KV, SharedKv
 from worker.session.sequence_builder import EngineLimits
 
 
@@ -50,13 +51,15 @@ class WorkerFacts:
     grammar_engine: str = ""
     speculation: SpeculativeConfig | None = None
     role: str = ""
+    shared_kv: SharedKv = NO_SHARED_KV
 
-    def loaded(self, config: Config, model: Mapping[str, str]) -> WorkerFacts:
+    def loaded(self, config: Config, model: Mapping[str, str], shared_kv: SharedKv = NO_SHARED_KV) -> WorkerFacts:
         """The description of a worker whose model is loaded.
 
         Args:
             config: with the KV cache's size.
             model: `weights_digest`, `numerics`, `kernels`, `dtype`, `grammar_engine`.
+            shared_kv: the KV tiers that it shares with other workers.
         """
         return replace(
             self,
@@ -69,6 +72,7 @@ class WorkerFacts:
             dtype=model["dtype"],
             grammar_engine=model["grammar_engine"],
             speculation=config.speculative_config,
+            shared_kv=shared_kv,
         )
 
     @property
@@ -137,6 +141,7 @@ class WorkerFacts:
             grammar_engine=self.grammar_engine,
             drafts=[wpb.DraftCounts(verified=verified, accepted=accepted) for verified, accepted in drafts],
             speculation=_speculation(self.speculation),
+            kv_stores=self.shared_kv.stores,
         )
 
 

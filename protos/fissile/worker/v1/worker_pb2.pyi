@@ -1827,6 +1827,7 @@ class GetWorkerResponse(_message.Message):
     GRAMMAR_ENGINE_FIELD_NUMBER: _builtins.int
     DRAFTS_FIELD_NUMBER: _builtins.int
     SPECULATION_FIELD_NUMBER: _builtins.int
+    KV_STORES_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Name of the worker; it stays over restarts."""
     instance_id: _builtins.str
@@ -1897,6 +1898,10 @@ class GetWorkerResponse(_message.Message):
     def speculation(self) -> Global___Speculation:
         """Speculation of the worker; absent if it does not speculate."""
 
+    @_builtins.property
+    def kv_stores(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """KV tiers that the worker can share with others: the kind of each, and a digest of its place, such as `redis:8f3a...`."""
+
     def __init__(
         self,
         *,
@@ -1928,10 +1933,11 @@ class GetWorkerResponse(_message.Message):
         grammar_engine: _builtins.str = ...,
         drafts: _abc.Iterable[Global___DraftCounts] | None = ...,
         speculation: Global___Speculation | None = ...,
+        kv_stores: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["limits", b"limits", "relevance_tokens", b"relevance_tokens", "speculation", b"speculation"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "block_size", b"block_size", "default_pooling", b"default_pooling", "drafts", b"drafts", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "features", b"features", "grammar_engine", b"grammar_engine", "hash_seed", b"hash_seed", "head", b"head", "hidden_size", b"hidden_size", "instance_id", b"instance_id", "kernels", b"kernels", "limits", b"limits", "model", b"model", "num_labels", b"num_labels", "numerics", b"numerics", "proto_minor", b"proto_minor", "relevance_tokens", b"relevance_tokens", "speculation", b"speculation", "state", b"state", "tokenizer_sha256", b"tokenizer_sha256", "total_blocks", b"total_blocks", "tp_size", b"tp_size", "version", b"version", "vocab_size", b"vocab_size", "weights_digest", b"weights_digest", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "block_size", b"block_size", "default_pooling", b"default_pooling", "drafts", b"drafts", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "features", b"features", "grammar_engine", b"grammar_engine", "hash_seed", b"hash_seed", "head", b"head", "hidden_size", b"hidden_size", "instance_id", b"instance_id", "kernels", b"kernels", "kv_stores", b"kv_stores", "limits", b"limits", "model", b"model", "num_labels", b"num_labels", "numerics", b"numerics", "proto_minor", b"proto_minor", "relevance_tokens", b"relevance_tokens", "speculation", b"speculation", "state", b"state", "tokenizer_sha256", b"tokenizer_sha256", "total_blocks", b"total_blocks", "tp_size", b"tp_size", "version", b"version", "vocab_size", b"vocab_size", "weights_digest", b"weights_digest", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

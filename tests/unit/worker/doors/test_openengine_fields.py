@@ -151,7 +151,6 @@ def unserved_requests() -> Iterator[tuple[str, pb.GenerateRequest]]:
     """Requests with one field that is not served, by the paths that an error has to name."""
     yield "media", prompted(media=[pb.MediaItem(url="u")])
     yield "lora_name", prompted(lora_name="l")
-    yield "kv.session", prompted(kv=pb.KvOptions(session=pb.KvSessionRef(session_id="s")))
     yield "guided.structural_tag", prompted(guided=pb.GuidedDecoding(structural_tag="t"))
     everything = pb.CandidateTokenSelection(all=pb.AllCandidates())
     for kind in ("prompt", "output"):

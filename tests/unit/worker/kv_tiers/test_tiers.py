@@ -21,7 +21,7 @@ from worker.engine.sequence import Sequence
 from worker.engine.tier_lookups import NAME_BYTES, Tiers, next_name, root_name, salted_name
 from worker.kv_tiers.memory_tier import MemoryTier
 from worker.kv_tiers.shared_tiers import FileTier
-from worker.kv_tiers.tier_option import open_tiers
+from worker.kv_tiers.tier_option import open_tiers, shared_stores
 from worker.kv_tiers.tiers import (
     DROPPED,
     FAILED,
@@ -404,6 +404,18 @@ def test_option_opens_tiers_fastest_first(tmp_path: Path) -> None:
     assert list(tiers) == ["memory", "files"]
     assert (tmp_path / "a:b").is_dir()
     assert open_tiers("", BYTES) == {}
+
+
+def test_shared_store_is_named_by_its_place_alone(tmp_path: Path) -> None:
+    files = f"files:{tmp_path}/"
+    (first,) = shared_stores(f"{files}:1MiB,memory:1MiB")
+    assert shared_stores(f"files:{tmp_path}:2GiB") == (first,)
+    (second,) = shared_stores("redis://cache:6379/0")
+    assert shared_stores("rediss://user:secret@cache:6379/0") == (second,)
+    assert shared_stores("redis://cache:6379/1") != (second,)
+    assert shared_stores(f"redis://cache:6379/0,{files}:1MiB") == (second, first)
+    assert first.startswith("files:")
+    assert shared_stores("memory:1MiB") == shared_stores("") == ()
 
 
 def test_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
