@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.parity.published_configs import _KIMI_ROPE, _deepseek, _entries
+from tests.parity.published_configs import _KIMI_ROPE, PUBLISHED, _deepseek, _entries
 
 
 def _gemma2(*sizes: int, scalar: int, head_dim: int = 256) -> dict[str, Any]:
@@ -104,7 +104,33 @@ def _deepseek_v2(*sizes: int, **entries: Any) -> dict[str, Any]:
     return _deepseek(*sizes, **{**shared, **entries})
 
 
+def _kimi_k2_thinking() -> dict[str, Any]:
+    """Experts in codes of 4 bits; all other layers in floats."""
+    weights: dict[str, Any] = {
+        "actorder": None,
+        "block_structure": None,
+        "dynamic": False,
+        "group_size": 32,
+        "num_bits": 4,
+    }
+    weights |= {"observer": "minmax", "observer_kwargs": {}, "strategy": "group", "symmetric": True, "type": "int"}
+    group = {"input_activations": None, "output_activations": None, "targets": ["Linear"], "weights": weights}
+    ignored = ["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*", r"re:.*mlp\.(gate|up|gate_up|down)_proj.*"]
+    quantization = {
+        "config_groups": {"group_0": group},
+        "format": "pack-quantized",
+        "ignore": ignored,
+        "kv_cache_scheme": None,
+        "quant_method": "compressed-tensors",
+        "quantization_status": "compressed",
+    }
+    own = {"max_position_embeddings": 262144, "rms_norm_eps": 1e-5, "rope_scaling": {**_KIMI_ROPE, "factor": 64.0}}
+    return {**PUBLISHED["Kimi-K2"], **own, "quantization_config": quantization}
+
+
 SERVED: dict[str, dict[str, Any]] = {
+    # Its published model_type is kimi_k2, as of Kimi-K2.
+    "Kimi-K2-Thinking": _kimi_k2_thinking(),
     "gemma-2-2b": _gemma2(2304, 9216, 26, 8, 4, scalar=256),
     "gemma-2-9b": _gemma2(3584, 14336, 42, 16, 8, scalar=256),
     "gemma-2-27b": _gemma2(4608, 36864, 46, 32, 16, scalar=144, head_dim=128),

@@ -201,15 +201,21 @@ def test_published_file_is_refused_with_a_reason(tmp_path: Path, name: str) -> N
     assert "\n" not in outcome
 
 
-def test_kimi_k2_is_read_as_deepseek_v3(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["Kimi-K2", "Kimi-K2-Thinking"])
+def test_kimi_k2_is_read_as_deepseek_v3(tmp_path: Path, name: str) -> None:
     """Its published file names another model type; its architecture is DeepSeek-V3's."""
     read = []
     for model_type in ("deepseek_v3", "kimi_k2"):
-        config = {**PUBLISHED["Kimi-K2"], "model_type": model_type}
+        config = {**PUBLISHED, **SERVED}[name] | {"model_type": model_type}
         (tmp_path / "config.json").write_text(json.dumps(config))
         read.append(ModelConfig.from_folder(tmp_path))
     assert read[0] == read[1]
     assert read[0].architecture == "DeepseekV3ForCausalLM"
+    # K2-Thinking's experts alone are stored in codes.
+    quantized = read[0].quant_config.of_layer("model.layers.3.mlp.experts.7.up_proj").quant_type
+    assert quantized == ("per_1x32" if name == "Kimi-K2-Thinking" else "no")
+    for layer in ("model.layers.0.mlp.up_proj", "model.layers.3.mlp.shared_experts.up_proj", "lm_head"):
+        assert read[0].quant_config.of_layer(layer).quant_type == "no"
 
 
 @pytest.mark.parametrize("name", [name for name in PUBLISHED if "saved" in name or "-4.5" in name])
