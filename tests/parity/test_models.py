@@ -394,6 +394,17 @@ class Reference:
             logits: torch.Tensor = self.model(torch.tensor([tokens])).logits[0]
         return logits
 
+    def log_probs(self, tokens: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """float64 [V] after the last token: computed in float32 and in float64. Their difference is float32's own."""
+        floats = self.logits(tokens)[-1].double().log_softmax(-1)
+        # Other implementations of experts have no float64.
+        self.model.set_experts_implementation("eager")
+        try:
+            self.model.double()
+            return floats, self.logits(tokens)[-1].double().log_softmax(-1)
+        finally:
+            self.model.float()
+
     def greedy(self, prompt: list[int], **given: Any) -> list[int]:
         """A stream of NEW_TOKENS, computed once for all back ends."""
         key = (*prompt, *given.items())

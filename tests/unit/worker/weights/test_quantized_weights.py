@@ -33,6 +33,7 @@ SHAPE: dict[str, Any] = {
 # of one number, 1/16 for FP8 and 1/6 for FP4, since random weights enlarge it on its way; 1/254 of the row's largest
 # number for INT8, of which most are a fraction.
 LOGIT_ERROR = {"fp8": 0.15, "fnuz": 0.15, "int8": 0.05, "fp4": 0.5}
+TOKENS = [7, 77, 177, 277, 377, 99]
 PARTS = (slice(None), slice(5, 133), slice(129, 131), slice(37, 37))
 DOWN = "model.layers.0.mlp.down_proj.weight"
 
@@ -61,7 +62,7 @@ def logits(folder: Path, **given: Any) -> torch.Tensor:
     config = Config(model=str(folder), dtype="float32", max_model_len=64, **given)
     runner = ModelRunner(config, ModelConfig.from_folder(folder))
     runner.allocate_kv_cache(4)
-    seq = Sequence([7, 77, 177, 277, 377, 99], 16)
+    seq = Sequence(TOKENS, 16)
     seq.block_table = [2]
     return runner.run_model(runner.prepare_model(ScheduledBatch({seq.id: seq}, [6], 6)))
 
