@@ -324,6 +324,8 @@ RANK_END_S = 2.0
 MAX_RANK_FRAME_BYTES = 256 * MIB
 # A host that is gone without a word, seconds.
 RANK_TCP_TIMEOUT_S = 8.0
+# Time until the name in --dist-init has an address, seconds.
+RANK_NAME_S = 60.0
 # Connections at --dist-init that have not proved to be a rank: how many, and bytes of the frame that proves it.
 MAX_RANK_GUESTS = 64
 MAX_HELLO_BYTES = 256

@@ -540,13 +540,13 @@ class Ranks:
     Attributes:
         rank: of this process, of `size`.
         size: processes.
-        store: a `torch.distributed` store that all of them have, of a TCPStore, for the back end alone.
+        open_store: opens a TCPStore of `torch.distributed` for the back end alone; all of them call it at once.
         in_order: whether they are on one machine, rank i on its device i.
     """
 
     rank: int
     size: int
-    store: Any
+    open_store: Callable[[], Any]
     in_order: bool
 
 

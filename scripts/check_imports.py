@@ -92,6 +92,7 @@ RULES = {
             "worker/weights": (TORCH, "weights are tensors"),
             "worker/ranks/rank_process.py": (TORCH, "imports it late, in the process of a rank"),
             "worker/ranks/collectives.py": (TORCH, "is imported by rank processes only"),
+            "worker/ranks/mesh.py": (TORCH, "is imported by rank processes only"),
             "worker/config/transformers_config.py": (
                 names("transformers"),
                 "its config classes, which need no PyTorch (common/text/deferred_torch.py)",

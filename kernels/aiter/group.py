@@ -31,7 +31,7 @@ class AiterGroup:
         self._device = device
         process_groups = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
         cast(Any, torch.distributed).init_process_group(
-            process_groups, store=ranks.store, rank=ranks.rank, world_size=ranks.size
+            process_groups, store=ranks.open_store(), rank=ranks.rank, world_size=ranks.size
         )
         library.call("aiter.ops.communication:init_dist_env", ranks.size, ranks.rank, local_rank=ranks.rank)
 

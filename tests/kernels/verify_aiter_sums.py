@@ -26,18 +26,18 @@ from kernels.triton_backend.backend import TritonBackend
 from tests.e2e.service import free_port
 from tests.kernels.verify_aiter import LARGEST_ERROR, Comparison
 from worker.model.sharding import Collectives
-from worker.ranks.collectives import GroupCollectives, join, open_store, reach_store
+from worker.ranks.collectives import GroupCollectives
+from worker.ranks.engines import meet
 
-HOST, TIMEOUT_S = "127.0.0.1", 600.0
+HOST = "127.0.0.1"
 HIDDEN = 4096
 # The last is larger than what AITER adds up itself.
 ROWS = (1, 33, 2048, 16_384)
 
 
 def join_rank(rank: int, size: int, port: int) -> GroupCollectives:
-    """The collectives of one of `size` processes; the first holds the store at `port`."""
-    store = open_store(HOST, port)[0] if rank == 0 else reach_store(HOST, port)
-    return join(store, rank, size, HOST, TIMEOUT_S)
+    """The collectives of one of `size` processes, which meet at `port`."""
+    return GroupCollectives(meet(HOST, port, rank, size, HOST, ""), HOST)
 
 
 def compared(

@@ -1,6 +1,6 @@
 """Several ranks compute the same as one: logits and greedy streams, for every architecture and odd shapes.
 
-The ranks are threads here, with real process groups (gloo over loopback) between them; tests/chaos has the processes.
+The ranks are threads here, with real connections (socket pairs) between them; tests/chaos has the processes.
 An architecture joins by a line in SHAPES.
 """
 
@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 
 import pytest
 import torch
-import torch.distributed
 import xxhash
 
 from common.config import Config, ParallelConfig
@@ -24,6 +23,7 @@ from common.params.sampling_params import SamplingParams
 from kernels.select import select_backend
 from tests.checkpoints import MIN_VOCAB_SIZE, make_checkpoint
 from tests.covering import slow_but
+from tests.meshes import local_meshes
 from worker.config.model_config import ModelConfig, ModelError
 from worker.engine.batch import BlockCopy, ScheduledBatch, ScheduledBatchOutput
 from worker.engine.sequence import Sequence
@@ -31,7 +31,7 @@ from worker.model.kv_digests import KvDigester
 from worker.model.layers import moe
 from worker.model.model_runner import ModelRunner
 from worker.model.sharding import Alone, Collectives, DataParallel, Shard
-from worker.ranks.collectives import GroupCollectives, join, part_of_store
+from worker.ranks.collectives import GroupCollectives
 
 pytestmark = pytest.mark.each_value
 
@@ -101,7 +101,7 @@ class Ranks:
         self._pool = ThreadPoolExecutor(size)
         # The ranks share this process's instruction set: it is chosen before any of them asks for it.
         self._kernels = select_backend()
-        store = torch.distributed.HashStore()  # type: ignore[attr-defined]  # missing in the stubs
+        meshes = local_meshes(size)
         made = Config(
             model=str(folder),
             kv_cache_block_size=BLOCK_SIZE,
@@ -114,7 +114,7 @@ class Ranks:
             if size == 1:
                 shard = Shard()
             else:
-                collectives = join(store, rank, size, "127.0.0.1", 60.0)
+                collectives = GroupCollectives(meshes[rank], "127.0.0.1")
                 shard = Shard(rank, size, collectives, made.enable_expert_parallel)
             runner = ModelRunner(made, ModelConfig.from_folder(folder), shard=shard)
             runner.allocate_kv_cache(POOL)
@@ -331,16 +331,17 @@ class Engines:
             enable_expert_parallel=True,
             parallel_config=ParallelConfig(2),
         )
-        store = torch.distributed.HashStore()  # type: ignore[attr-defined]  # missing in the stubs
+        everyone = local_meshes(2 * tp_size)
 
         def load(place: int) -> ModelRunner:
             engine, rank = divmod(place, tp_size)
 
-            def group(name: str, own: int, size: int) -> Collectives:
-                return join(part_of_store(name, store), own, size, "127.0.0.1", 60.0) if size > 1 else Alone()
+            def group(members: range) -> Collectives:
+                mesh = everyone[place].part(members)
+                return GroupCollectives(mesh, "127.0.0.1") if len(members) > 1 else Alone()
 
-            data = DataParallel(engine, 2, group(f"rank{rank}", engine, 2), group("all", place, 2 * tp_size))
-            shard = Shard(rank, tp_size, group(f"engine{engine}", rank, tp_size), True, data)
+            data = DataParallel(engine, 2, group(range(rank, 2 * tp_size, tp_size)), group(range(2 * tp_size)))
+            shard = Shard(rank, tp_size, group(range(engine * tp_size, (engine + 1) * tp_size)), True, data)
             runner = ModelRunner(config, ModelConfig.from_folder(folder), shard=shard)
             runner.allocate_kv_cache(POOL)
             return runner
@@ -377,13 +378,13 @@ class Engines:
 def test_sum_order_is_fixed(dtype: torch.dtype) -> None:
     """gloo's own all_reduce gives a row several bit patterns with 3 ranks, depending on the number of rows."""
     size, rows = 3, 300
-    store = torch.distributed.HashStore()  # type: ignore[attr-defined]  # missing in the stubs
+    meshes = local_meshes(size)
     generator = torch.Generator().manual_seed(4)
     parts = [torch.randn(rows, 50, generator=generator).to(dtype) for _ in range(size)]
     expected = ((parts[0].float() + parts[1].float()) + parts[2].float()).to(dtype)
 
     def reduce(rank: int) -> list[torch.Tensor]:
-        group: GroupCollectives = join(store, rank, size, "127.0.0.1", 60.0)
+        group = GroupCollectives(meshes[rank], "127.0.0.1")
         return [group.all_reduce(parts[rank][:count]) for count in (1, 2, 7, 16, rows)]
 
     with ThreadPoolExecutor(size) as pool:

@@ -31,6 +31,8 @@ FOREIGN = {
     "mypy": {"--strict"},
     "envoy": {"--drain-time-s"},
     "git": {"--short"},
+    "srun": {"--nodes", "--ntasks-per-node", "--kill-on-bad-exit"},
+    "torchrun": {"--nproc-per-node", "--no-python", "--master-addr"},
     "curl": {"--cacert", "--cert", "--key"},
     "linker": {"--exclude-libs", "--gc-sections"},
 }

@@ -1,10 +1,10 @@
-"""Collective operations of ranks on torch.distributed: gloo between CPUs, NCCL (RCCL on ROCm) between GPUs.
+"""Collective operations of ranks: over their own connections between CPUs, by NCCL (RCCL on ROCm) between GPUs.
 
-A sum has one order, that of the ranks, whatever the size of the tensor and the number of ranks: gloo's own all_reduce
-cuts a tensor into chunks by its size and starts each at another rank, so that a row's bits depend on the batch
-(docs/explanation/determinism.md: 3 patterns with 3 ranks, 5 with 8). So every rank gathers all parts and adds them
-itself. Of large tensors it adds the parts of its own slice and then gathers the slices: each number is added in the
-same order. Kernels that may look at the batch and have a faster way add up themselves (`KernelBackend.join_ranks`).
+A sum has one order, that of the ranks, whatever the size of the tensor and the number of ranks. An all_reduce that
+cuts a tensor into chunks by its size and starts each at another rank, as gloo's does, lets a row's bits depend on the
+batch (docs/explanation/determinism.md: 3 patterns with 3 ranks, 5 with 8). So every rank gathers all parts and adds
+them itself. Of large tensors it adds the parts of its own slice and then gathers the slices: each number is added in
+the same order. Kernels that may look at the batch and have a faster way add up themselves (`KernelBackend.join_ranks`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import datetime
 import hashlib
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -23,11 +23,12 @@ import torch.distributed
 
 from kernels.interface import KernelBackend, Ranks, RankSums
 from worker.ranks.door import listen
+from worker.ranks.mesh import RankMesh
 
 # The parts used here have no stubs.
 _dist: Any = torch.distributed
-# How long ranks wait for others, which may load a large model or may not have been started yet.
-_PATIENCE = datetime.timedelta(days=1)
+# Timeout of operations between GPUs and of their store; the engine ends ranks that hang long before.
+_TIMEOUT = datetime.timedelta(hours=1)
 # Bytes from which more than two ranks add slices: less crosses then, but in two turns.
 _SLICED_FROM = 1 << 18
 
@@ -40,59 +41,27 @@ def open_store(host: str, port: int = 0) -> tuple[Any, int]:
     listener = listen(host, port)
     port = int(listener.getsockname()[1])
     store = _dist.TCPStore(
-        host, port, is_master=True, wait_for_workers=False, timeout=_PATIENCE, master_listen_fd=listener.detach()
+        host, port, is_master=True, wait_for_workers=False, timeout=_TIMEOUT, master_listen_fd=listener.detach()
     )
     return store, port
 
 
-def reach_store(host: str, port: int, within: datetime.timedelta = _PATIENCE) -> Any:
+def reach_store(host: str, port: int) -> Any:
     """Connects to the store of another rank.
 
     Raises:
-        RuntimeError: it cannot be reached within this time.
+        RuntimeError: it cannot be reached.
     """
-    store = _dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=within)
-    store.set_timeout(_PATIENCE)
-    return store
-
-
-def part_of_store(name: str, store: Any) -> Any:
-    """Part of the store for one of several groups."""
-    return _dist.PrefixStore(name, store)
+    return _dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=_TIMEOUT)
 
 
 def address_towards(host: str) -> str:
     """Address of this machine on the route to `host`."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+    family, _, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
         # Sends nothing; only looks up the route.
-        probe.connect((socket.gethostbyname(host), 9))
+        probe.connect(address)
         return str(probe.getsockname()[0])
-
-
-def join(store: Any, rank: int, size: int, address: str, timeout_s: float) -> GroupCollectives:
-    """Joins the group of `size` ranks, for CPU and GPU tensors. Returns its collectives once all ranks have joined.
-
-    Args:
-        store: the one that all of them use.
-        rank: of this process.
-        size: ranks in all.
-        address: an address of this machine that the other ranks reach; gloo listens there.
-        timeout_s: after which an operation that a rank does not take part in fails.
-    """
-    timeout = datetime.timedelta(seconds=timeout_s)
-    options = _dist.ProcessGroupGloo._Options()
-    # Without an address gloo uses the address of the host name, which other machines may not reach.
-    options._devices = [_dist.ProcessGroupGloo.create_device(hostname=socket.gethostbyname(address))]
-    options._timeout = timeout
-
-    def join_gpus() -> Any:
-        # torch names RCCL "NCCL" too.
-        options = _dist.ProcessGroupNCCL.Options()
-        options._timeout = timeout
-        return _dist.ProcessGroupNCCL(part_of_store("gpus", store), rank, size, options)
-
-    cpus = _dist.ProcessGroupGloo(store, rank, size, options)
-    return GroupCollectives(cpus, join_gpus, part_of_store("kernels", store))
 
 
 class PeerLostError(Exception):
@@ -103,31 +72,38 @@ class GroupCollectives:
     """Collectives of ranks; every rank gets the same bits.
 
     Args:
-        cpus: process group for tensors on CPUs.
-        join_gpus: makes the one for tensors on GPUs, when there is the first such tensor: all ranks have it at once.
-        store: for what the kernels do between the ranks.
+        mesh: connections of the group, for tensors on CPUs.
+        host: address of rank 0, for the store of its GPUs, which no group of CPUs opens.
 
     Raises:
         PeerLostError: from every operation.
     """
 
-    def __init__(self, cpus: Any, join_gpus: Callable[[], Any], store: Any) -> None:
-        self._cpus = cpus
-        self._join_gpus = join_gpus
-        self._store = store
+    def __init__(self, mesh: RankMesh, host: str) -> None:
+        self._mesh = mesh
+        self._host = host
         self._sums: RankSums | None = None
 
     @cached_property
     def _gpus(self) -> Any:
-        return self._join_gpus()
+        # torch names RCCL "NCCL" too.
+        options = _dist.ProcessGroupNCCL.Options()
+        options._timeout = _TIMEOUT
+        return _dist.ProcessGroupNCCL(self._open_store(), self._mesh.rank, self._mesh.size, options)
+
+    def _open_store(self) -> Any:
+        """A store for what GPUs tell each other; all ranks open it at once."""
+        store, port = (None, 0) if self._mesh.rank else open_store(self._host)
+        port = int(self.all_gather(torch.tensor([port]))[0])
+        return reach_store(self._host, port) if store is None else store
 
     def use(self, kernels: KernelBackend) -> bool:
         """Lets a back end add across ranks if it can; True if it does. Every rank has the same back end."""
-        rank, size = self._cpus.rank(), self._cpus.size()
+        rank, size = self._mesh.rank, self._mesh.size
         # A CPU has no number, and every rank may be on it.
         number = rank if kernels.device.index is None else kernels.device.index
         places = self.all_gather(torch.tensor([_machine(), number])).view(size, 2)
-        self._sums = kernels.join_ranks(Ranks(rank, size, self._store, in_order(places.tolist())))
+        self._sums = kernels.join_ranks(Ranks(rank, size, self._open_store, in_order(places.tolist())))
         return self._sums is not None
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
@@ -135,7 +111,7 @@ class GroupCollectives:
         if self._sums is not None:
             with _with_peers("sums over ranks failed"):
                 return self._sums.all_reduce(x)
-        size = self._cpus.size()
+        size = self._mesh.size
         if size > 2 and x.nbytes >= _SLICED_FROM:
             slices = _in_order_of_ranks(self._slices(x, size)).to(x.dtype)
             return self.all_gather(slices)[: x.numel()].view(x.shape)
@@ -169,24 +145,23 @@ class GroupCollectives:
 
     def _parts(self, x: torch.Tensor) -> list[torch.Tensor]:
         own = x.contiguous()
-        parts = [torch.empty_like(own) for _ in range(self._cpus.size())]
         with _with_peers("a rank that it computes with is gone"):
-            self._group(own).allgather([parts], [own]).wait()
-        return parts
+            if own.device.type == "cpu":
+                return self._mesh.all_gather(own)
+            parts = [torch.empty_like(own) for _ in range(self._mesh.size)]
+            self._gpus.allgather([parts], [own]).wait()
+            return parts
 
     def _slices(self, x: torch.Tensor, size: int) -> list[torch.Tensor]:
         """This rank's slice of each rank's `x`, all of one length."""
         own = x.reshape(-1)
         own = torch.nn.functional.pad(own, (0, -own.numel() % size))
-        slices = torch.empty_like(own)
-        # As bytes: gloo does not send every dtype.
-        sent, received = own.view(torch.uint8), slices.view(torch.uint8)
         with _with_peers("a rank that it computes with is gone"):
-            self._group(own).alltoall_base(received, sent, [], []).wait()
-        return list(slices.chunk(size))
-
-    def _group(self, x: torch.Tensor) -> Any:
-        return self._cpus if x.device.type == "cpu" else self._gpus
+            if own.device.type == "cpu":
+                return self._mesh.all_to_all(own.chunk(size))
+            slices = torch.empty_like(own)
+            self._gpus.alltoall_base(slices.view(torch.uint8), own.view(torch.uint8), [], []).wait()
+            return list(slices.chunk(size))
 
 
 def _in_order_of_ranks(parts: list[torch.Tensor]) -> torch.Tensor:
@@ -204,7 +179,7 @@ def _with_peers(failed: str) -> Iterator[None]:
         yield
     except torch.OutOfMemoryError:
         raise
-    except RuntimeError as error:
+    except (OSError, RuntimeError) as error:
         raise PeerLostError(f"{failed}: {error}") from error
 
 

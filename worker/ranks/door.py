@@ -1,6 +1,7 @@
-"""Port at `--dist-init` where ranks of other processes prove the secret; all other connections are refused.
+"""Port where a rank and the process that waits for it prove the secret to each other; others are refused.
 
-The door sends a challenge, and the rank answers with a hello that has an HMAC of it. The secret itself is never sent.
+The door sends a challenge, the rank answers with a hello that has an HMAC of it and a challenge of its own, and the
+door's welcome has an HMAC of that. The secret itself is never sent.
 
 Invariants:
   * No connection ends the process or delays others: all are read side by side, MAX_RANK_GUESTS at most.
@@ -23,16 +24,17 @@ from typing import Any, Final
 
 import structlog
 
-from common.limits import MAX_HELLO_BYTES, MAX_RANK_GUESTS, RANK_TCP_TIMEOUT_S
+from common.limits import MAX_HELLO_BYTES, MAX_RANK_FRAME_BYTES, MAX_RANK_GUESTS, RANK_TCP_TIMEOUT_S
 from worker.ranks.frames import FrameError, FrameReader, encode, messages, receive
 
 log = structlog.get_logger(__name__)
 
 SECRET_VARIABLE: Final = "FISSILE_DIST_SECRET"
 _NONCE_BYTES: Final = 32
+_RANK: Final = b"rank"
+_DOOR: Final = b"door"
 _KNOCK_AGAIN_S: Final = 0.5
 _REFUSED_LOG_S: Final = 10.0
-_WELCOME: Final = ("welcome",)
 
 
 @dataclass(eq=False, slots=True)
@@ -121,8 +123,8 @@ class Door:
             message = next(receive(guest.sock, guest.reader), None)
             if message is None:
                 return None
-            guest.rank = check_hello(message, missing, guest.nonce, self._secret)
-            guest.sock.sendall(encode(_WELCOME))
+            guest.rank, nonce = check_hello(message, missing, guest.nonce, self._secret)
+            guest.sock.sendall(encode(("welcome", prove(self._secret, _DOOR, nonce, guest.rank))))
         except (OSError, EOFError, FrameError) as error:
             self._refuse(guest, str(error) or "it sent no hello")
             return None
@@ -140,27 +142,32 @@ class Door:
         self._guests.remove(guest)
 
 
-def check_hello(message: Any, missing: Container[int], nonce: bytes, secret: str) -> int:
-    """Rank that a hello proves, or an error.
+def check_hello(message: Any, missing: Container[int], nonce: bytes, secret: str) -> tuple[int, bytes]:
+    """Rank that a hello proves, and its challenge for the door, or an error.
 
     Raises:
         FrameError: the message is no hello, its rank is not missing, or its proof is of another secret.
     """
-    if not isinstance(message, tuple) or len(message) != 4 or message[0] != "hello":
+    if not isinstance(message, tuple) or len(message) != 5 or message[0] != "hello":
         raise FrameError("it sent no hello")
-    _, rank, _, proof = message
-    if type(rank) is not int or not isinstance(proof, bytes):
+    _, rank, _, proof, challenge = message
+    if type(rank) is not int or not isinstance(proof, bytes) or not isinstance(challenge, bytes):
         raise FrameError("it sent no hello")
-    if not hmac.compare_digest(proof, prove(secret, nonce, rank)):
+    if not hmac.compare_digest(proof, prove(secret, _RANK, nonce, rank)):
         raise FrameError("its --dist-secret is another one")
+    if len(challenge) != _NONCE_BYTES:
+        raise FrameError("it sent no hello")
     if rank not in missing:
         raise FrameError(f"rank {rank} is not missing")
-    return rank
+    return rank, challenge
 
 
-def prove(secret: str, nonce: bytes, rank: int) -> bytes:
-    """HMAC by which a rank proves to the sender of `nonce` that it knows the secret."""
-    return hmac.digest(secret.encode(), b"rank %d " % rank + nonce, hashlib.sha256)
+def prove(secret: str, side: bytes, nonce: bytes, rank: int) -> bytes:
+    """HMAC by which one side of a connection proves to the sender of `nonce` that it knows the secret.
+
+    The sides, a door and a rank, differ, so that neither can send back the other's proof.
+    """
+    return hmac.digest(secret.encode(), b"%s %d " % (side, rank) + nonce, hashlib.sha256)
 
 
 def knock(sock: socket.socket, rank: int, secret: str) -> FrameReader:
@@ -169,24 +176,41 @@ def knock(sock: socket.socket, rank: int, secret: str) -> FrameReader:
     Raises:
         OSError: the connection broke, or the door does not answer within the socket's timeout.
         EOFError: the door has refused this rank, or is closed.
-        FrameError: the peer is no door.
+        FrameError: the peer is no door, or knows another secret.
     """
-    reader = FrameReader()
+    reader = FrameReader(MAX_HELLO_BYTES)
     received = messages(sock, reader)
+    own = secrets.token_bytes(_NONCE_BYTES)
     match next(received):
         case ("challenge", bytes(nonce)):
-            sock.sendall(encode(("hello", rank, os.getpid(), prove(secret, nonce, rank))))
+            sock.sendall(encode(("hello", rank, os.getpid(), prove(secret, _RANK, nonce, rank), own)))
         case _:
             raise FrameError("it sent no challenge")
-    if next(received) != _WELCOME:
-        raise FrameError("it sent no welcome")
+    match next(received):
+        case ("welcome", bytes(proof)):
+            if not hmac.compare_digest(proof, prove(secret, _DOOR, own, rank)):
+                raise FrameError("it does not know the secret: --dist-secret must be the same everywhere")
+        case _:
+            raise FrameError("it sent no welcome")
+    reader.max_bytes = MAX_RANK_FRAME_BYTES
     return reader
 
 
-def knock_until_admitted(host: str, port: int, rank: int, secret: str) -> tuple[socket.socket, FrameReader]:
-    """Connects to a door until it admits this rank. The socket has a timeout of RANK_TCP_TIMEOUT_S."""
+def knock_until_admitted(
+    host: str, port: int, rank: int, secret: str, check: Callable[[], None] = lambda: None
+) -> tuple[socket.socket, FrameReader]:
+    """Connects to a door until it admits this rank. The socket has a timeout of RANK_TCP_TIMEOUT_S.
+
+    Args:
+        host: address of the door.
+        port: port of the door.
+        rank: number that this process proves.
+        secret: of all ranks.
+        check: called before each attempt; an error from it ends the attempts.
+    """
     told = -_REFUSED_LOG_S
     while True:
+        check()
         with contextlib.ExitStack() as stack:
             try:
                 sock = stack.enter_context(socket.create_connection((host, port), RANK_TCP_TIMEOUT_S))
@@ -195,7 +219,7 @@ def knock_until_admitted(host: str, port: int, rank: int, secret: str) -> tuple[
                 if time.monotonic() - told >= _REFUSED_LOG_S:
                     told = time.monotonic()
                     why = str(error) or "it refused this rank: --dist-secret must be the same everywhere"
-                    log.warning("no way in at --dist-init", address=f"{host}:{port}", why=why)
+                    log.warning("not admitted among the ranks", address=f"{host}:{port}", why=why)
             except OSError:
                 # The door does not listen yet.
                 pass

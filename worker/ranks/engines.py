@@ -1,76 +1,109 @@
-"""Store of engines in lockstep; their ranks learn its port at the door of `--dist-init`."""
+"""Meeting of ranks that no common engine knows: at the door of `--dist-init` they learn each other's addresses.
+
+The first rank waits for all others, and answers them with the addresses of all. The connections stay open while the
+ranks connect with each other: one that ends is a rank that ended, and then all engines start their ranks again.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import datetime
-import threading
+import select
+import socket
 import time
-from collections.abc import Container
-from types import TracebackType
-from typing import Any, Final
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+import structlog
 
 from common.limits import RANK_TCP_TIMEOUT_S
-from worker.ranks.collectives import open_store, reach_store
-from worker.ranks.door import Door, knock_until_admitted
+from worker.ranks.door import Door, Guest, knock_until_admitted
 from worker.ranks.frames import FrameError, encode, messages
+from worker.ranks.mesh import RankMesh, join_mesh
+
+log = structlog.get_logger(__name__)
 
 _ADMIT_S: Final = 0.2
 _AGAIN_S: Final = 0.5
+_Members = Sequence[tuple[str, int]]
 
 
-class StoreDoor:
-    """Holds the store, and a door that tells its port to the other ranks until all have joined.
+def meet(host: str, port: int, rank: int, size: int, address: str, secret: str) -> RankMesh:
+    """Joins the mesh of `size` ranks that meet at one address.
 
     Args:
-        host: address of both.
-        port: of the door.
-        places: numbers of the other ranks among those of all engines.
-        secret: that they prove to know.
-
-    Attributes:
-        store: of all ranks of all engines.
+        host: address of rank 0.
+        port: port where rank 0 waits.
+        rank: of this process.
+        size: ranks in all.
+        address: an address of this machine that the other ranks reach.
+        secret: that all ranks prove to know.
 
     Raises:
-        OSError: the address cannot be listened on.
+        OSError: a rank has ended meanwhile, or an address cannot be listened on.
     """
-
-    def __init__(self, host: str, port: int, places: Container[int], secret: str) -> None:
-        self._places = places
-        self._door = Door(host, port, secret)
-        self.store, self._store_port = open_store(host)
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._tell, name="store door", daemon=True)
-
-    def __enter__(self) -> StoreDoor:
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        """Closes the door; the store stays."""
-        self._stop.set()
-        self._thread.join()
-        self._door.close()
-
-    def _tell(self) -> None:
-        while not self._stop.is_set():
-            # A rank whose connection broke connects again, so each rank may be admitted any number of times.
-            guest = self._door.admit(self._places, _ADMIT_S)
-            if guest is not None:
-                with contextlib.suppress(OSError), guest.sock:
-                    guest.sock.sendall(encode(("store", self._store_port)))
+    own = Door(address, 0, secret)
+    with contextlib.ExitStack() as stack:
+        stack.callback(own.close)
+        place = (address, own.port)
+        found = _gather(host, port, size, place, secret) if rank == 0 else _ask(host, port, rank, place, secret)
+        members, held = found
+        for sock in held:
+            stack.enter_context(sock)
+        mesh = join_mesh(own, members, rank, secret, lambda: _check_open(held))
+        # Once all have sent this, none watches the connections of the meeting any more.
+        mesh.wait_for_all()
+        return mesh
 
 
-def find_store(host: str, port: int, place: int, secret: str) -> Any:
-    """Asks the door at `host` and `port` for the store's port, until the store is reached."""
-    within = datetime.timedelta(seconds=RANK_TCP_TIMEOUT_S)
+def _gather(host: str, port: int, size: int, own: tuple[str, int], secret: str) -> tuple[_Members, list[socket.socket]]:
+    """Waits for all other ranks, and tells them the addresses of all."""
+    present: dict[int, tuple[socket.socket, tuple[str, int]]] = {}
+    others = range(1, size)
+    with contextlib.closing(Door(host, port, secret)) as door:
+        while missing := set(others) - present.keys():
+            if (guest := door.admit(missing, _ADMIT_S)) is not None and (place := _place_of(guest)) is not None:
+                present[guest.rank] = (guest.sock, place)
+            for rank in [each for each, (sock, _) in present.items() if _has_ended(sock)]:
+                # It knocks again.
+                present.pop(rank)[0].close()
+    members = [own, *(present[rank][1] for rank in others)]
+    for rank in others:
+        present[rank][0].sendall(encode(("members", members)))
+    return members, [sock for sock, _ in present.values()]
+
+
+def _place_of(guest: Guest) -> tuple[str, int] | None:
+    guest.sock.settimeout(RANK_TCP_TIMEOUT_S)
+    with contextlib.suppress(OSError, EOFError, FrameError):
+        match next(messages(guest.sock, guest.reader)):
+            case ("at", str(host), int(port)):
+                return host, port
+    guest.sock.close()
+    return None
+
+
+def _ask(host: str, port: int, rank: int, own: tuple[str, int], secret: str) -> tuple[_Members, list[socket.socket]]:
+    """Tells rank 0 this rank's address, and waits for all addresses."""
     while True:
-        sock, reader = knock_until_admitted(host, port, place, secret)
-        # RuntimeError: the engine that told the port has ended since.
-        with sock, contextlib.suppress(OSError, EOFError, FrameError, RuntimeError):
+        sock, reader = knock_until_admitted(host, port, rank, secret)
+        with contextlib.suppress(OSError, EOFError, FrameError), contextlib.ExitStack() as stack:
+            stack.enter_context(sock)
+            sock.sendall(encode(("at", *own)))
+            # Others may not have been started yet.
+            sock.settimeout(None)
             match next(messages(sock, reader)):
-                case ("store", int(store_port)):
-                    return reach_store(host, store_port, within)
+                case ("members", tuple(members)):
+                    stack.pop_all()
+                    return members, [sock]
         time.sleep(_AGAIN_S)
+
+
+def _has_ended(sock: socket.socket) -> bool:
+    """True if the other side has closed its connection, since it never sends here."""
+    readable, _, _ = select.select([sock], [], [], 0.0)
+    return bool(readable)
+
+
+def _check_open(socks: Iterable[socket.socket]) -> None:
+    if any(map(_has_ended, socks)):
+        raise ConnectionResetError("a rank of another engine has ended")

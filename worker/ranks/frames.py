@@ -82,12 +82,12 @@ def _decode(body: bytes, depth: int) -> Any:
 class FrameReader:
     """Assembles frames from the bytes that a socket receives.
 
-    Args:
-        max_bytes: of a frame.
+    Attributes:
+        max_bytes: of a frame; may be raised once the sender has proved the secret.
     """
 
     def __init__(self, max_bytes: int = MAX_RANK_FRAME_BYTES) -> None:
-        self._max_bytes = max_bytes
+        self.max_bytes = max_bytes
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> Iterator[Any]:
@@ -99,8 +99,8 @@ class FrameReader:
         self._buffer += data
         while len(self._buffer) >= _LENGTH.size:
             (size,) = _LENGTH.unpack_from(self._buffer)
-            if size > self._max_bytes:
-                raise FrameError(f"a frame of {size} bytes; at most {self._max_bytes}")
+            if size > self.max_bytes:
+                raise FrameError(f"a frame of {size} bytes; at most {self.max_bytes}")
             end = _LENGTH.size + size
             if len(self._buffer) < end:
                 return

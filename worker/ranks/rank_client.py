@@ -13,12 +13,14 @@ Invariants:
 from __future__ import annotations
 
 import contextlib
+import secrets
 import selectors
 import socket
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any, Final
 
 import structlog
@@ -67,7 +69,9 @@ class RankGroup:
         step_timeout_s: float = STEP_TIMEOUT_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.topology = topology
+        # Ranks of one engine on one machine have a secret of their own, which no option needs to say.
+        alone = not topology.dist_init
+        self.topology = replace(topology, dist_secret=secrets.token_hex(32)) if alone else topology
         self.threads = threads
         self._model = model
         self._progress = progress
@@ -113,11 +117,12 @@ class RankGroup:
 
     def _join(self) -> None:
         topology = self.topology
-        host, port = topology.meeting_point if topology.remote_ranks else ("127.0.0.1", 0)
-        port = self.call("open_store", host, only=0)[0]
-        local = host if topology.remote_ranks else ""
-        addresses = dict.fromkeys(topology.local_ranks, local)
-        self._call_each("join", {rank: (host, port, topology.tp_size, addresses.get(rank, "")) for rank in self._peers})
+        if len(self) > 1:
+            local = topology.meeting_point[0] if topology.remote_ranks else ""
+            members = self._call_each(
+                "open_door", {rank: (local if rank in topology.local_ranks else "",) for rank in self._peers}
+            )
+            self.call("join", [members[rank] for rank in range(len(self))])
         if topology.dp_size > 1:
             log.info("waiting for the other engines", dp_rank=topology.dp_rank, dp_size=topology.dp_size)
             host, port = topology.meeting_point

@@ -15,7 +15,7 @@ from typing import Final
 
 import structlog
 
-from common.limits import RANK_END_S, RANK_TCP_TIMEOUT_S
+from common.limits import RANK_END_S, RANK_NAME_S, RANK_TCP_TIMEOUT_S
 from common.rpc.tls import is_loopback
 from worker.config.model_config import ModelError
 from worker.ranks.door import SECRET_VARIABLE, Door, Guest
@@ -112,10 +112,7 @@ def accept_remote(topology: Topology, peers: dict[int, Peer], clock: Callable[[]
         ModelError: the address for the other machines cannot be listened on.
     """
     host, port = topology.meeting_point
-    try:
-        door = Door(host, port, topology.dist_secret, clock)
-    except OSError as error:
-        raise ModelError(f"--dist-init: {host}:{port} cannot be listened on: {error.strerror}") from None
+    door = _open_door(topology, clock)
     if not topology.dist_secret:
         log.warning("no --dist-secret: whoever reaches --dist-init can pose as a rank", address=f"{host}:{port}")
     with contextlib.closing(door):
@@ -129,6 +126,22 @@ def accept_remote(topology: Topology, peers: dict[int, Peer], clock: Callable[[]
             lost = next((peer for peer in peers.values() if peer.has_ended), None)
             if lost is not None:
                 raise RankLostError(lost.how_lost())
+
+
+def _open_door(topology: Topology, clock: Callable[[], float]) -> Door:
+    """Opens the door at `--dist-init`. Waits for the name: DNS learns that of a new Pod after the Pod has started."""
+    (host, port), end = topology.meeting_point, clock() + RANK_NAME_S
+    told = False
+    while True:
+        try:
+            return Door(host, port, topology.dist_secret, clock)
+        except OSError as error:
+            if not isinstance(error, socket.gaierror) or clock() >= end:
+                raise ModelError(f"--dist-init: {host}:{port} cannot be listened on: {error.strerror}") from None
+            if not told:
+                told = True
+                log.info("waiting for the name in --dist-init", host=host, why=error.strerror, at_most_s=RANK_NAME_S)
+        time.sleep(_ACCEPT_S)
 
 
 def ended_soon(peers: Iterable[Peer], clock: Callable[[], float]) -> Peer | None:

@@ -32,7 +32,7 @@ from worker.config.model_config import ModelConfig, ModelError
 from worker.engine.executor import StepLaunch, TimedOutput, TokenWaiter
 from worker.garbage import GarbageCollector
 from worker.ranks.batch_delta import BatchDecoder
-from worker.ranks.door import SECRET_VARIABLE, knock_until_admitted
+from worker.ranks.door import SECRET_VARIABLE, Door, knock_until_admitted
 from worker.ranks.frames import FrameReader, encode, messages
 
 if TYPE_CHECKING:
@@ -40,8 +40,6 @@ if TYPE_CHECKING:
     from worker.model.sharding import Collectives, DataParallel
 
 _PROGRESS_INTERVAL_S: Final = 0.1
-# Timeout of the collectives; the engine ends ranks that hang long before.
-_COLLECTIVE_TIMEOUT_S: Final = 3600.0
 _ENGINE_GONE: Final = 3
 
 
@@ -95,8 +93,7 @@ class Rank:
         self._model = model
         self._said = 0.0
         self._collectives: Collectives | None = None
-        self._store: Any = None
-        self._engines_store: Any = None
+        self._door: Door | None = None
         self._data: DataParallel | None = None
         self._decoder = BatchDecoder()
         self._runner: ModelRunner | None = None
@@ -108,46 +105,38 @@ class Rank:
         assert self._runner is not None, "a call before load"
         return self._runner
 
-    def open_store(self, host: str) -> int:
-        """Opens the store where the ranks find each other and returns its port. Rank 0 only."""
-        from worker.ranks.collectives import open_store  # noqa: PLC0415
+    def open_door(self, address: str) -> tuple[str, int]:
+        """Opens a port for the other ranks. Returns its address and number.
 
-        self._store, port = open_store(host)
-        return port
+        Args:
+            address: this machine's own; "" for the one of the connection to the engine.
+        """
+        address = address or self._link.own_address
+        self._door = Door(address, 0, os.environ[SECRET_VARIABLE])
+        return address, self._door.port
 
-    def join(self, host: str, port: int, size: int, address: str) -> None:
-        """Joins the other ranks. `address` is this machine's own, if the connection does not show it."""
-        from worker.ranks.collectives import join, reach_store  # noqa: PLC0415
+    def join(self, members: tuple[tuple[str, int], ...]) -> None:
+        """Connects with the other ranks; `members` are the doors of all."""
+        from worker.ranks.collectives import GroupCollectives  # noqa: PLC0415
+        from worker.ranks.mesh import join_mesh  # noqa: PLC0415
 
-        if size > 1:
-            store = self._store or reach_store(host, port)
-            own = address or self._link.own_address
-            self._collectives = join(store, self._rank, size, own, _COLLECTIVE_TIMEOUT_S)
+        assert self._door is not None, "join before open_door"
+        # The engine watches all ranks, so this one need not.
+        mesh = join_mesh(self._door, members, self._rank, os.environ[SECRET_VARIABLE], lambda: None)
+        self._collectives = GroupCollectives(mesh, members[0][0])
 
     def join_engines(self, host: str, port: int, tp_size: int, dp_rank: int, dp_size: int) -> None:
-        """Joins the ranks of the other engines in lockstep.
-
-        The first rank of all engines holds the store. It opens a door at `host` and `port`, where the others learn the
-        store's port.
-        """
+        """Joins the ranks of the other engines in lockstep, which meet at `host` and `port`."""
         from worker.model.sharding import DataParallel  # noqa: PLC0415
-        from worker.ranks.collectives import address_towards, join, part_of_store  # noqa: PLC0415
-        from worker.ranks.engines import StoreDoor, find_store  # noqa: PLC0415
+        from worker.ranks.collectives import GroupCollectives, address_towards  # noqa: PLC0415
+        from worker.ranks.engines import meet  # noqa: PLC0415
 
-        own, place, secret = address_towards(host), dp_rank * tp_size + self._rank, os.environ[SECRET_VARIABLE]
-        with contextlib.ExitStack() as stack:
-            if place == 0:
-                store = stack.enter_context(StoreDoor(host, port, range(1, dp_size * tp_size), secret)).store
-            else:
-                store = find_store(host, port, place, secret)
-            alike, everyone = (part_of_store(name, store) for name in (f"rank-{self._rank}", "experts"))
-            self._data = DataParallel(
-                dp_rank,
-                dp_size,
-                join(alike, dp_rank, dp_size, own, _COLLECTIVE_TIMEOUT_S),
-                join(everyone, place, dp_size * tp_size, own, _COLLECTIVE_TIMEOUT_S),
-            )
-        self._engines_store = store
+        place, size = dp_rank * tp_size + self._rank, dp_size * tp_size
+        own = host if dp_rank == 0 else address_towards(host)
+        everyone = meet(host, port, place, size, own, os.environ[SECRET_VARIABLE])
+        alike = everyone.part(range(self._rank, size, tp_size))
+        # Rank 0 of both groups is on the machine of `host`.
+        self._data = DataParallel(dp_rank, dp_size, *(GroupCollectives(mesh, host) for mesh in (alike, everyone)))
 
     def any_has_work(self, has_work: bool) -> bool:
         """True if any of the engines in lockstep has work. Rank 0 only."""
@@ -274,7 +263,7 @@ def serve(rank: Rank, link: Link) -> None:
     calls: dict[str, Callable[..., Any]] = {
         each.__name__: each
         for each in (
-            rank.open_store,
+            rank.open_door,
             rank.join,
             rank.join_engines,
             rank.any_has_work,

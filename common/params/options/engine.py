@@ -217,13 +217,13 @@ _RANKS: Final = (
     Option(
         "--dist-init", "FISSILE_DIST_INIT",
         "With --nnodes or --dp-size: an address of machine 0, or of worker 0, where it waits for the others' ranks. "
-        "Ranks also open ports of their own among each other, unencrypted: use a private network.",
+        "Until all are connected each rank has a port of its own too. Nothing is encrypted: use a private network.",
         (WORKER,), default="", metavar="tcp://HOST:PORT",
     ),
     Option(
         "--dist-secret", "FISSILE_DIST_SECRET_FILE",
-        "File with the secret that ranks prove to know at --dist-init, the same everywhere; or set FISSILE_DIST_SECRET "
-        "to the secret itself. Default: none, so anyone who reaches --dist-init can pose as a rank.",
+        "File with the secret that ranks prove to each other, the same everywhere; or set FISSILE_DIST_SECRET to the "
+        "secret itself. Default: none, so anyone who reaches a port of the ranks can pose as one.",
         (WORKER,), FILE, metavar="FILE",
     ),
     Option(

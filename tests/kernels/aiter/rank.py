@@ -66,7 +66,7 @@ def check_refusals(library: AiterLibrary) -> None:
     """Ranks that AITER does not add up over; the log says why, once."""
     backend = AiterBackend(TorchBackend(), library, Settings(TARGETS["gfx942"], batch_invariant=False))
     with capture_logs() as logs:
-        for ranks in (Ranks(0, 3, None, True), Ranks(0, 2, None, False), Ranks(1, 2, None, False)):
+        for ranks in (Ranks(0, 3, dict, True), Ranks(0, 2, dict, False), Ranks(1, 2, dict, False)):
             assert backend.join_ranks(ranks) is None
     assert [(entry["operation"], entry["reason"]) for entry in logs] == [
         ("all_reduce", "AITER adds up over 2, 4, 6 or 8 ranks, not 3"),

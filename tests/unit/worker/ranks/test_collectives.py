@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed
 
 from kernels.interface import Ranks
 from kernels.torch_backend.backend import TorchBackend
+from tests.meshes import local_meshes
 from worker.model.layers.embedding import LMHead
 from worker.model.sharding import Shard
-from worker.ranks.collectives import GroupCollectives, PeerLostError, join
+from worker.ranks.collectives import GroupCollectives, PeerLostError
 
 SIZE = 2
 
@@ -63,9 +63,8 @@ class Kernels(TorchBackend):
 
 def on_ranks(work: Callable[[GroupCollectives], None], size: int = SIZE) -> None:
     """Runs `work` on each rank, a thread; raises the first error of a rank."""
-    store = torch.distributed.HashStore()  # type: ignore[attr-defined]  # missing in the stubs
     with ThreadPoolExecutor(size) as pool:
-        list(pool.map(lambda rank: work(join(store, rank, size, "127.0.0.1", 60.0)), range(size)))
+        list(pool.map(lambda mesh: work(GroupCollectives(mesh, "127.0.0.1")), local_meshes(size)))
 
 
 def test_ranks_free_memory_after_all_devices_finish() -> None:
@@ -99,22 +98,22 @@ def test_failed_sums_raise_peer_lost() -> None:
 
 
 class Counted:
-    """A process group that counts the bytes that come to this rank from others."""
+    """A mesh that counts the bytes that come to this rank from others."""
 
-    def __init__(self, group: Any) -> None:
-        self._group = group
+    def __init__(self, mesh: Any) -> None:
+        self._mesh = mesh
         self.received = 0
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._group, name)
+        return getattr(self._mesh, name)
 
-    def allgather(self, parts: list[list[torch.Tensor]], own: list[torch.Tensor]) -> Any:
-        self.received += sum(part.nbytes for part in parts[0]) - own[0].nbytes
-        return self._group.allgather(parts, own)
+    def all_gather(self, own: torch.Tensor) -> Any:
+        self.received += own.nbytes * (self.size - 1)
+        return self._mesh.all_gather(own)
 
-    def alltoall_base(self, received: torch.Tensor, sent: torch.Tensor, *sizes: list[int]) -> Any:
-        self.received += received.nbytes * (self.size() - 1) // self.size()
-        return self._group.alltoall_base(received, sent, *sizes)
+    def all_to_all(self, slices: list[torch.Tensor]) -> Any:
+        self.received += sum(part.nbytes for part in slices) - slices[self.rank].nbytes
+        return self._mesh.all_to_all(slices)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -129,8 +128,9 @@ def test_sums_add_in_rank_order_at_any_size(dtype: torch.dtype, numbers: int) ->
         expected = expected + part
 
     def add(collectives: GroupCollectives) -> None:
-        counted = collectives._cpus = Counted(collectives._cpus)
-        own = parts[counted.rank()].view(-1, 1)
+        counted: Any = Counted(collectives._mesh)
+        collectives._mesh = counted
+        own = parts[counted.rank].view(-1, 1)
         found = collectives.all_reduce(own)
         assert found.shape == own.shape
         assert torch.equal(found.view(-1), expected.to(dtype))
@@ -150,12 +150,13 @@ def test_greedy_ranks_send_their_best_and_no_logits(limit: int) -> None:
     expected = kernels.linear.argmax(hidden, kernels.linear.pack(weight, None, torch.float32), limit)
 
     def choose(collectives: GroupCollectives) -> None:
-        counted = collectives._cpus = Counted(collectives._cpus)
-        share, first = -(-vocab // ranks), counted.rank() * -(-vocab // ranks)
+        counted: Any = Counted(collectives._mesh)
+        collectives._mesh = counted
+        share, first = -(-vocab // ranks), counted.rank * -(-vocab // ranks)
         own = torch.zeros(share, 4)
         own[: max(0, min(share, vocab - first))] = weight[first : first + share]
         config = SimpleNamespace(vocab_size=vocab)
-        shard = Shard(counted.rank(), ranks, collectives)
+        shard = Shard(counted.rank, ranks, collectives)
         build: Any = SimpleNamespace(kernels=kernels, shard=shard, config=config)
         head = LMHead(build, kernels.linear.pack(own, None, torch.float32))
         assert head.greedy(hidden, limit).tolist() == expected.tolist()

@@ -19,9 +19,8 @@ from structlog.testing import capture_logs
 
 from common.limits import MAX_HELLO_BYTES, MAX_RANK_GUESTS
 from worker.ranks.collectives import open_store, reach_store
-from worker.ranks.door import Door, Guest, knock, knock_until_admitted, prove
-from worker.ranks.engines import StoreDoor, find_store
-from worker.ranks.frames import FrameReader, encode, messages
+from worker.ranks.door import Door, Guest, check_hello, knock, knock_until_admitted, prove
+from worker.ranks.frames import FrameError, FrameReader, encode, messages
 
 HOST, SECRET = "127.0.0.1", "a secret of the test"
 FUZZED = 600
@@ -70,8 +69,8 @@ def stranger_bytes(rnd: random.Random) -> bytes:
     for _ in range(rnd.randrange(1, 2000)):
         nested = msgpack.packb(msgpack.ExtType(rnd.choice([1, 2]), nested))
     values: list[Any] = [None, True, 1, -1, 2**63, 1.5, "hello", b"x" * 32, [], {}, [[1]]]
-    hello: list[Any] = ["hello", 1, 7, bytes(32)]
-    hello[rnd.randrange(4)] = rnd.choice(values)
+    hello: list[Any] = ["hello", 1, 7, bytes(32), bytes(32)]
+    hello[rnd.randrange(5)] = rnd.choice(values)
     classes = ["SamplingParams", "ParallelConfig", "QuantizationConfig", "SpeculativeConfig", "Config", "Popen"]
     refused = msgpack.ExtType(1, msgpack.packb([rnd.choice(classes), *rnd.choices([-5, "x", None], k=3)]))
     return rnd.choice(
@@ -81,8 +80,8 @@ def stranger_bytes(rnd: random.Random) -> bytes:
             struct.pack("<I", rnd.randrange(2**32)) + rnd.randbytes(8),
             framed(nested),
             framed(msgpack.packb(hello)),
-            framed(msgpack.packb(hello[: rnd.randrange(4)])),
-            framed(msgpack.packb(["hello", refused, 1, bytes(32)])),
+            framed(msgpack.packb(hello[: rnd.randrange(5)])),
+            framed(msgpack.packb(["hello", refused, 1, bytes(32), bytes(32)])),
             framed(b"\x91" * rnd.randrange(1, 250)),
             b"GET / HTTP/1.1\r\n\r\n",
         ]
@@ -125,7 +124,7 @@ def test_proof_of_another_challenge_is_refused() -> None:
     """An eavesdropper cannot use a proof of an earlier challenge."""
     with capture_logs() as lines, opened() as (door, admitted):
         with socket.create_connection((HOST, door.port), 20) as sock:
-            sock.sendall(encode(("hello", 1, 1, prove(SECRET, bytes(32), 1))))
+            sock.sendall(encode(("hello", 1, 1, prove(SECRET, b"rank", bytes(32), 1), bytes(32))))
             with contextlib.suppress(ConnectionResetError), sock.makefile("rb") as answers:
                 answers.read()
         assert not admitted
@@ -163,32 +162,48 @@ def test_missing_hello_is_refused_in_time() -> None:
 
 def test_hello_size_is_bounded() -> None:
     """The largest hello has at most MAX_HELLO_BYTES, so the door reads little before a proof."""
-    proof = prove(SECRET, bytes(32), 2**31)
-    hello = encode(("hello", 2**31, 2**22, proof))
-    assert len(hello) - 4 <= MAX_HELLO_BYTES
-    assert list(FrameReader(MAX_HELLO_BYTES).feed(hello)) == [("hello", 2**31, 2**22, proof)]
+    largest = ("hello", 2**31, 2**22, prove(SECRET, b"rank", bytes(32), 2**31), bytes(32))
+    assert len(encode(largest)) - 4 <= MAX_HELLO_BYTES
+    assert list(FrameReader(MAX_HELLO_BYTES).feed(encode(largest))) == [largest]
+
+
+def answer_knock(sock: socket.socket, secret: str, *later: object) -> None:
+    """Plays a door that admits any rank with a welcome of `secret`, and sends `later` in the same segment."""
+    sock.settimeout(60)
+    sock.sendall(encode(("challenge", bytes(32))))
+    _, rank, _, _, nonce = next(messages(sock, FrameReader()))
+    sock.sendall(b"".join(map(encode, [("welcome", prove(secret, b"door", nonce, rank)), *later])))
 
 
 def test_message_sent_with_welcome_is_kept() -> None:
     """On a busy machine both come in one read."""
     ours, theirs = socket.socketpair()
-    with ours, theirs:
+    with ours, theirs, ThreadPoolExecutor(1) as pool:
         ours.settimeout(60)
-        theirs.sendall(b"".join(map(encode, [("challenge", bytes(32)), ("welcome",), ("store", 7), ("later",)])))
+        answered = pool.submit(answer_knock, theirs, SECRET, ("large", bytes(2 * MAX_HELLO_BYTES)), ("later",))
         received = messages(ours, knock(ours, 1, SECRET))
-        assert [next(received), next(received)] == [("store", 7), ("later",)]
+        assert [next(received), next(received)] == [("large", bytes(2 * MAX_HELLO_BYTES)), ("later",)]
+        answered.result()
 
 
-@pytest.mark.slow
-def test_engine_stores_require_secret() -> None:
-    with StoreDoor(HOST, 0, {1, 2}, SECRET) as held:
-        port = held._door.port
-        with ThreadPoolExecutor(2) as pool:
-            found = list(pool.map(lambda place: find_store(HOST, port, place, SECRET), (1, 2)))
-        with socket.create_connection((HOST, port), 20) as sock, pytest.raises(EOFError):
-            knock(sock, 1, "another")
-    found[0].set("key", "value")
-    assert held.store.get("key") == found[1].get("key") == b"value"
+@pytest.mark.parametrize("theirs", ["", "another"])
+def test_rank_refuses_door_without_secret(theirs: str) -> None:
+    """Former fault: a rank took calls from whoever listened at --dist-init."""
+    ours, stranger = socket.socketpair()
+    with ours, stranger, ThreadPoolExecutor(1) as pool:
+        ours.settimeout(60)
+        answered = pool.submit(answer_knock, stranger, theirs, ("load", 1))
+        with pytest.raises(FrameError, match="it does not know the secret"):
+            knock(ours, 1, SECRET)
+        answered.result()
+
+
+def test_door_refuses_its_own_proof_from_a_rank() -> None:
+    """A stranger cannot let one side compute the proof that the other side wants."""
+    nonce = bytes(32)
+    assert prove(SECRET, b"door", nonce, 1) != prove(SECRET, b"rank", nonce, 1)
+    with pytest.raises(FrameError, match="its --dist-secret is another one"):
+        check_hello(("hello", 1, 1, prove(SECRET, b"door", nonce, 1), nonce), {1}, nonce, SECRET)
 
 
 def test_store_listens_only_on_its_address() -> None:
