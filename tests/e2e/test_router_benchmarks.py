@@ -167,6 +167,6 @@ class _Sink(asyncio.Transport):
 
 @pytest.mark.long
 def test_observing() -> None:
-    (row,) = report("observing")["rows"]
-    assert row["in flight"] == 2
-    assert min(row["tokens/s off"], row["tokens/s on"]) > 0
+    rows = report("observing")["rows"]
+    assert [(row["observed"], row["in flight"]) for row in rows] == [("metrics", 2), ("everything", 2)]
+    assert all(min(row["tokens/s off"], row["tokens/s on"]) > 0 for row in rows)

@@ -14,7 +14,7 @@ import random
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import uvloop
@@ -50,6 +50,8 @@ class Plan:
         texts: a JSON file of prompts, used in turn; empty sends token ids, random ones.
         model: its name, for HTTP.
         output: tokens of an answer.
+        spread: answers have between `1 - spread` and `1 + spread` times as many tokens. Without it streams that begin
+            together also end together.
         vocab: token ids are below.
         seed: of everything random.
         token_ids: whether answers carry token ids, so that the tokens in a message can be counted.
@@ -66,6 +68,7 @@ class Plan:
     bursts_per_s: float = 0.0
     prompt: int = 32
     output: int = 64
+    spread: float = 0.0
     vocab: int = 256
     seed: int = 0
     token_ids: bool = True
@@ -109,7 +112,8 @@ def bodies(plan: Plan) -> Iterator[bytes]:
         yield from itertools.cycle(made)
     rnd = random.Random(plan.seed)
     while True:
-        yield _body(plan, rnd.choices(range(plan.vocab), k=plan.prompt), "")
+        ids = rnd.choices(range(plan.vocab), k=plan.prompt)
+        yield _body(replace(plan, output=round(plan.output * rnd.uniform(1 - plan.spread, 1 + plan.spread))), ids, "")
 
 
 def _body(plan: Plan, ids: Sequence[int], text: str) -> bytes:

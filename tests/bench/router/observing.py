@@ -1,9 +1,16 @@
-"""What observing everything costs: `python -m tests.bench.router.observing [--in-flight 1 8 32]`.
+"""What observing costs: `python -m tests.bench.router.observing [--in-flight 1 8 32] [--parts metrics everything]`.
 
-Two services take turns, a load of `--seconds` each: one observes everything (all traces exported to a collector that
-drops them, metrics scraped each second as OpenMetrics, with exemplars), the other one nothing, and its ledgers and
-flight recorder do nothing (`--blind`). Medians of the rounds; differences are those of neighbours. `asked` is at most
-1 % of tokens/s and 3 % of the router's CPU per token. Collector and scraper run on the same machine.
+Services take turns, a load of `--seconds` each. One observes nothing: its ledgers and flight recorder do nothing
+(`--blind`). Each of the others observes one of `--parts`:
+
+- `ledgers`: ledgers and flight recorder alone, which are always on;
+- `metrics`: with metrics of router and worker, scraped each second as OpenMetrics;
+- `sampled`: with a collector that drops what it gets: metrics each minute, and the traces of 1 % of the requests;
+- `everything`: with all traces, as without a sampler, and with exemplars.
+
+Answers have 100 to 300 tokens (`--tokens` on average), so that streams do not stay in step. Medians of the rounds;
+differences are those of neighbours. `asked` is at most 1 % of tokens/s and 3 % of the router's CPU per token. Collector
+and scraper run on the same machine.
 """
 
 from __future__ import annotations
@@ -48,11 +55,38 @@ def blind() -> None:
                 setattr(each, name, lambda *_, made=made, **__: made())
 
 
+@dataclass(frozen=True)
+class Part:
+    """What a service observes; ledgers and flight recorder are on unless `is_blind`.
+
+    `sampled` is the share of requests with a trace, "" for no traces; `is_scraped` for metrics of router and worker.
+    """
+
+    is_blind: bool = False
+    is_scraped: bool = False
+    sampled: str = ""
+
+    def environment(self, collector: str) -> dict[str, str]:
+        """OpenTelemetry's variables."""
+        if not self.sampled:
+            return {}
+        sampler = {"OTEL_TRACES_SAMPLER": "parentbased_traceidratio", "OTEL_TRACES_SAMPLER_ARG": self.sampled}
+        return {"OTEL_EXPORTER_OTLP_ENDPOINT": collector, **sampler}
+
+
+_OFF: Final = Part(is_blind=True)
+_PARTS: Final = {
+    "ledgers": Part(),
+    "metrics": Part(is_scraped=True),
+    "sampled": Part(is_scraped=True, sampled="0.01"),
+    "everything": Part(is_scraped=True, sampled="1.0"),
+}
+
+
 @dataclass
 class Side:
     """One service; `runs` by the number of requests in flight."""
 
-    name: str
     router: Process
     worker: Process
     runs: dict[int, list[Run]] = field(default_factory=dict)
@@ -65,12 +99,12 @@ class Side:
 
 
 @contextlib.contextmanager
-def side(name: str, model: Path, worker_options: Sequence[str], environment: dict[str, str]) -> Iterator[Side]:
-    """A router and a worker with these options; without an environment they observe nothing."""
-    prefix = [] if environment else [_MODULE, "--blind"]
-    env = {"OMP_NUM_THREADS": "1", "FISSILE_LOG_LEVEL": "info", **environment}
+def side(part: Part, collector: str, model: Path, worker_options: Sequence[str]) -> Iterator[Side]:
+    """A router and a worker that observe `part`."""
+    prefix = [_MODULE, "--blind"] if part.is_blind else []
+    env = {"OMP_NUM_THREADS": "1", "FISSILE_LOG_LEVEL": "info", **part.environment(collector)}
     ports = {"router": free_port(), "worker": free_port()}
-    scraped = {which: ["--metrics-port", str(free_port())] if environment else [] for which in ports}
+    scraped = {which: ["--metrics-port", str(free_port())] if part.is_scraped else [] for which in ports}
     with tempfile.TemporaryDirectory() as folder:
         arguments = ["worker", "--model", str(model), "--port", str(ports["worker"]), *worker_options]
         log = Path(folder) / "log"
@@ -79,7 +113,7 @@ def side(name: str, model: Path, worker_options: Sequence[str], environment: dic
         router = Process("router", [*prefix, *arguments, *scraped["router"]], ports["router"], log, env)
         urls = [f"http://127.0.0.1:{options[1]}/metrics" for options in scraped.values() if options]
         with running([worker, router]), scraping(urls):
-            yield Side(name, router, worker)
+            yield Side(router, worker)
 
 
 @contextlib.contextmanager
@@ -127,11 +161,12 @@ def serve_sink() -> None:
     server.wait_for_termination()
 
 
-def row(in_flight: int, on: Sequence[Run], off: Sequence[Run]) -> Row:
+def row(name: str, in_flight: int, on: Sequence[Run], off: Sequence[Run]) -> Row:
     """Figures of both sides, and what observing costs."""
     speeds = [[run.seen.tokens / run.seen.seconds for run in runs] for runs in (off, on)]
     cpu = {which: [[run.per_token_us(which) for run in runs] for runs in (off, on)] for which in ("router", "worker")}
     return {
+        "observed": name,
         "in flight": in_flight,
         "tokens/s off": statistics.median(speeds[0]),
         "tokens/s on": statistics.median(speeds[1]),
@@ -164,25 +199,31 @@ def main() -> None:
         return
     options = parser(__doc__)
     options.add_argument("--in-flight", type=int, nargs="+", default=[1, 8, 32])
+    options.add_argument("--parts", nargs="+", choices=_PARTS, default=["metrics", "everything"])
     options.add_argument("--rounds", type=int, default=10)
     options.add_argument("--seconds", type=float, default=5.0, help="of each load")
-    options.add_argument("--tokens", type=int, default=200, help="of an answer")
+    options.add_argument("--tokens", type=int, default=200, help="of an answer, on average")
     options.add_argument("--simulate", default="mi300x-llama-8b", help="preset of the worker")
     options.add_argument("--model", type=Path, help="a checkpoint that the worker computes in place of --simulate")
     args = options.parse_args()
     simulated = ["--simulate", args.simulate, "--kv-cache-memory", "1GiB"]
     model, worker = (args.model, ["--threads", "1"]) if args.model else (bench_model(), simulated)
-    with (
-        sink() as collector,
-        side("off", model, worker, {}) as off,
-        side("on", model, worker, {"OTEL_EXPORTER_OTLP_ENDPOINT": collector}) as on,
-    ):
+    with contextlib.ExitStack() as stack:
+        collector = stack.enter_context(sink())
+        parts = [_OFF, *(_PARTS[name] for name in args.parts)]
+        off, *on = sides = [stack.enter_context(side(part, collector, model, worker)) for part in parts]
         for number in range(args.rounds):
             for in_flight in args.in_flight:
-                plan = Plan(ROUTER, (), streams=in_flight, measure_s=args.seconds, output=args.tokens, seed=number)
-                for one in (off, on) if number % 2 else (on, off):
+                plan = Plan(
+                    ROUTER, (), streams=in_flight, measure_s=args.seconds, output=args.tokens, spread=0.5, seed=number
+                )
+                for one in sides[:: 1 if number % 2 else -1]:
                     one.load(plan)
-    rows = [row(in_flight, on.runs[in_flight], off.runs[in_flight]) for in_flight in args.in_flight]
+    rows = [
+        row(name, in_flight, one.runs[in_flight], off.runs[in_flight])
+        for name, one in zip(args.parts, on, strict=True)
+        for in_flight in args.in_flight
+    ]
     show(rows, as_json=args.json, rounds=args.rounds, worker=str(args.model or args.simulate))
 
 
