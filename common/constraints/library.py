@@ -62,10 +62,7 @@ class _LibraryTokens:
 
 
 def vocabulary(
-    tokens: list[bytes],
-    special: Collection[int],
-    eos_token_ids: Collection[int],
-    slices: list[str] | None = None,
+    tokens: list[bytes], special: Collection[int], eos_token_ids: Collection[int], slices: list[str] | None = None
 ) -> Vocabulary:
     """Makes a vocabulary from the bytes of each token. Grammars may name special tokens; no text matches them.
 

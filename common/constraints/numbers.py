@@ -22,10 +22,7 @@ _EXPONENT: Final = 22
 # More digits than any number that is kept has as text.
 _MOST_DIGITS: Final = 400
 # (exclusive keyword, inclusive keyword, how to round inward, direction of inward)
-_SIDES: Final = (
-    ("exclusiveMinimum", "minimum", ROUND_CEILING, 1),
-    ("exclusiveMaximum", "maximum", ROUND_FLOOR, -1),
-)
+_SIDES: Final = (("exclusiveMinimum", "minimum", ROUND_CEILING, 1), ("exclusiveMaximum", "maximum", ROUND_FLOOR, -1))
 BOUNDS: Final = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
 # Largest share of the gap between two bounds by which `_apart` moves an exclusive bound.
 _SHARE: Final = Decimal("1e-6")

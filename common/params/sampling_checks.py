@@ -13,12 +13,7 @@ from numbers import Integral, Real
 from typing import Any, Final, TypeAlias
 
 from common.errors import InvalidFieldError
-from common.limits import (
-    MAX_BAD_WORD_TOKENS,
-    MAX_BAD_WORDS,
-    MAX_LOGIT_BIAS,
-    MAX_LOGIT_BIASES,
-)
+from common.limits import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_LOGIT_BIAS, MAX_LOGIT_BIASES
 
 UINT32_MAX: Final = 2**32 - 1
 UINT64_MAX: Final = 2**64 - 1

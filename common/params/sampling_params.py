@@ -128,9 +128,7 @@ class SamplingParams:
         0,
         integer(0, UINT32_MAX),
         _option(
-            "--top-k",
-            "Sample among the K most likely tokens; 0 is off. Default: the model's, or off.",
-            type=click.INT,
+            "--top-k", "Sample among the K most likely tokens; 0 is off. Default: the model's, or off.", type=click.INT
         ),
         is_of_model=True,
     )
@@ -211,10 +209,7 @@ class SamplingParams:
         (),
         texts(MAX_STOP_STRINGS, MAX_STOP_STRING_BYTES),
         _list_option(
-            "--stop",
-            "stop_strings",
-            "Text that ends the answer. Repeatable; one a line in the variable.",
-            type=Line(),
+            "--stop", "stop_strings", "Text that ends the answer. Repeatable; one a line in the variable.", type=Line()
         ),
         most_entries=MAX_STOP_STRINGS,
     )

@@ -153,12 +153,7 @@ class ScrapePort:
     """
 
     def __init__(
-        self,
-        host: str,
-        port: int,
-        table: SeriesTable,
-        is_serving: Callable[[], bool],
-        tls: ServerTls | None = None,
+        self, host: str, port: int, table: SeriesTable, is_serving: Callable[[], bool], tls: ServerTls | None = None
     ) -> None:
         self.port = 0
         self._host, self._wanted_port = host, port

@@ -24,14 +24,7 @@ from common.text.template_sandbox import (
     compile_template,
     render_template,
 )
-from common.text.tokenizer import (
-    MARK_END,
-    MARK_START,
-    Tokenizer,
-    mark_special,
-    special_pattern,
-    unmarked,
-)
+from common.text.tokenizer import MARK_END, MARK_START, Tokenizer, mark_special, special_pattern, unmarked
 
 # Usual roles of messages; templates print most of them without naming them.
 _ROLES: Final = frozenset(("system", "developer", "user", "assistant", "tool", "function"))

@@ -23,14 +23,7 @@ import click
 from fissile.client import Client, Delta, FissileError, Stream
 from fissile.v1 import inference_pb2 as pb
 
-from common.cli.client.chat_tools import (
-    CallLines,
-    ReadLine,
-    ToolResults,
-    can_be_answered,
-    commands_of,
-    read_tools,
-)
+from common.cli.client.chat_tools import CallLines, ReadLine, ToolResults, can_be_answered, commands_of, read_tools
 from common.cli.client.generate import LOGPROB_MODES, given
 from common.cli.core.client import CommandAnswer, Credentials, call_failed, client_arguments
 from common.cli.core.console import TextStream

@@ -141,10 +141,7 @@ _MODES: Final = (
         ),
     ),
     Mode(
-        "with --json",
-        lambda given: given["as_json"],
-        "`timings_ms` has the times",
-        unused=frozenset({"has_waterfall"}),
+        "with --json", lambda given: given["as_json"], "`timings_ms` has the times", unused=frozenset({"has_waterfall"})
     ),
     Mode(
         "without --receipt",

@@ -20,7 +20,6 @@ from common.params.sampling_params import LOGPROB_FIELDS
 from common.rpc.tls import ClientTls, Dialer, TlsError, is_loopback
 from common.telemetry.names import TRACERESPONSE
 
-DEFAULT_ADDRESS = "127.0.0.1:50051"
 # For so long several routers are asked again while nothing comes.
 GIVE_UP_S = 10.0
 

@@ -338,10 +338,7 @@ def _without_surrogates(ranges: list[tuple[int, int]]) -> tuple[tuple[int, int],
     for first, last in ranges:
         made += [
             (low, high)
-            for low, high in (
-                (first, min(last, _SURROGATES[0] - 1)),
-                (max(first, _SURROGATES[1] + 1), last),
-            )
+            for low, high in ((first, min(last, _SURROGATES[0] - 1)), (max(first, _SURROGATES[1] + 1), last))
             if low <= high
         ]
     return tuple(made)
