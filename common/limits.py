@@ -238,7 +238,8 @@ DNS_EMPTY_S = 600.0
 WORKER_LIST_POLL_S = 0.5
 MAX_WORKER_LIST_BYTES = MIB
 
-# How often a router takes its figures for the metrics; and how old the text is at most that scrapers get.
+# How old a router's figures for the metrics are at most, and how long their reader waits for a busy event loop; and how
+# old the text is at most that scrapers get.
 FIGURES_EVERY_S = 0.1
 SCRAPE_EVERY_S = 0.1
 # Series of one metric: of a histogram, beyond which new ones are dropped; and of a gauge that OTLP exports.

@@ -69,7 +69,8 @@ from router.scheduling.fair_queue import TenantShares
 from router.scheduling.placement import PLACEMENTS
 from router.security import RouterSecurity
 from router.telemetry.loop_lag import LoopLag
-from router.telemetry.metrics import RouterMetrics, RouterSnapshot
+from router.telemetry.metrics import RouterMetrics
+from router.telemetry.router_snapshot import RouterSnapshot
 from router.workers.addresses import parse_targets
 from router.workers.discovery import Discovery
 from router.workers.orphans import OrphanTable
@@ -112,7 +113,6 @@ class Router:
         dialer = Dialer(security.worker_tls)
         self._serving = asyncio.Event()
         self._health: asyncio.Task[None] | None = None
-        self._watch: asyncio.Task[None] | None = None
         self._store = TokenizerStore()
         self._encoder = PromptEncoder(TextQueue())
         self._calls = OpenCalls()
@@ -215,8 +215,7 @@ class Router:
         self._health = asyncio.create_task(keep_running("health", self._follow_workers), name="health")
         if self._metrics.enabled:
             self._loop_lag.start()
-        watch = keep_running("metrics", lambda: self._metrics.watch(self._snapshot))
-        self._watch = asyncio.create_task(watch, name="metrics")
+            self._metrics.start(self._snapshot)
         self.discovery.follow(parse_targets(self._options.workers))
         self._tracing.listens_at(self.server.address)
         log.info("router listening", address=self.server.address, workers=list(self._options.workers))
@@ -318,10 +317,7 @@ class Router:
         )
 
     async def _stop_metrics(self) -> None:
-        if self._watch is not None:
-            self._watch.cancel()
-            await asyncio.gather(self._watch, return_exceptions=True)
-        self._metrics.take(self._snapshot())
+        self._metrics.stop()
         if self.scrapes is not None:
             await asyncio.to_thread(self.scrapes.stop)
         await asyncio.to_thread(self._metrics.shutdown, TELEMETRY_SHUTDOWN_S)

@@ -11,96 +11,21 @@ import asyncio
 import contextlib
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Final, NamedTuple
+from typing import Final
 
 import grpc
 
 from common.errors import ApiError, is_client_fault
-from common.limits import FIGURES_EVERY_S
 from common.telemetry import names
 from common.telemetry.metrics import Metrics
 from common.telemetry.prometheus import Observed, SeriesTable
 from common.telemetry.request_record import RequestRecord
-from router.scheduling.dispatcher import ClassLoad
-from router.scheduling.lanes import LaneCounts
 from router.telemetry.model_loads import ModelLoad, model_loads, show_as_vllm
+from router.telemetry.router_snapshot import Failure, NewestSnapshot, RouterSnapshot, Usage
 from router.telemetry.worker_metrics import DURATION_BOUNDS, TPOT_BOUNDS, TTFT_BOUNDS, WorkerMetrics
 from router.workers.session import WorkerState
-from router.workers.worker_record import KnownWorker
 
 _LAG_BOUNDS: Final = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
-
-
-class Usage(NamedTuple):
-    """Tokens of answers that have begun: of their prompts, of those in a prefix cache, and those written to clients."""
-
-    prompt: int = 0
-    cached: int = 0
-    generated: int = 0
-
-    def plus(self, other: Usage) -> Usage:
-        """Both together."""
-        return Usage(self.prompt + other.prompt, self.cached + other.cached, self.generated + other.generated)
-
-
-class Failure(NamedTuple):
-    """Kind of a failed request.
-
-    Attributes:
-        model: its model, "" if it is not served.
-        reason: of its ErrorInfo, or its status.
-        fault: `client` or `server`.
-    """
-
-    model: str
-    reason: str
-    fault: str
-
-
-@dataclass(frozen=True, slots=True)
-class RouterSnapshot:
-    """A router at one moment; totals are since its start.
-
-    Attributes:
-        in_flight: Generate and Chat requests that have not ended.
-        queues: what waits, by priority class.
-        waiting: number of waiting requests of each model that has any.
-        lanes: what the workers' lanes do.
-        workers: all workers.
-        tables: entries of every table that grows, by name.
-        lost: attempts that ended before their request, by worker id and reason.
-        releases: groups of requests that have gone to workers.
-        released: requests in them.
-        adopted: requests that have gone on with the sequence of a router that is gone.
-        unadopted: those that meant to, and began anew.
-        failed: requests that have failed.
-        usage: what answers have come to, by model and status.
-        finished: complete answers, by model and finish reason.
-        config_version: of the configuration in force.
-        audits: answers that were chosen to be audited, by what came of it.
-        kv_digests: digests of KV blocks that workers have sent, by what came of their comparison.
-        kv_disputes: disputes about KV blocks, by what came of them.
-    """
-
-    in_flight: int = 0
-    queues: tuple[ClassLoad, ...] = ()
-    waiting: Mapping[str, int] = field(default_factory=dict)
-    lanes: LaneCounts = field(default_factory=LaneCounts)
-    workers: tuple[KnownWorker, ...] = ()
-    tables: Mapping[str, int] = field(default_factory=dict)
-    lost: Mapping[tuple[str, str], int] = field(default_factory=dict)
-    releases: int = 0
-    released: int = 0
-    adopted: int = 0
-    unadopted: int = 0
-    failed: Mapping[Failure, int] = field(default_factory=dict)
-    usage: Mapping[tuple[str, str], Usage] = field(default_factory=dict)
-    finished: Mapping[tuple[str, str], int] = field(default_factory=dict)
-    config_version: int = 1
-    audits: Mapping[str, int] = field(default_factory=dict)
-    kv_digests: Mapping[str, int] = field(default_factory=dict)
-    kv_disputes: Mapping[str, int] = field(default_factory=dict)
 
 
 class RequestMeasure:
@@ -171,8 +96,11 @@ class RouterMetrics:
         self.finished: Counter[tuple[str, str]] = Counter()
         self.usage: dict[tuple[str, str], Usage] = {}
         self._metrics = metrics
-        self._snapshot = RouterSnapshot()
-        self._last_loads: tuple[RouterSnapshot, dict[str, ModelLoad]] = self._snapshot, {}
+        self._snapshots = NewestSnapshot()
+        self._snapshot = self._snapshots.read
+        self._last_loads: tuple[RouterSnapshot, dict[str, ModelLoad]] = RouterSnapshot(), {}
+        # First, because a new snapshot ends the series of workers that have left.
+        self._observe_gauges()
         self.duration = metrics.histogram(
             names.SERVER_DURATION, "s", "From a request's arrival to its end", DURATION_BOUNDS
         )
@@ -185,9 +113,8 @@ class RouterMetrics:
         self._stages = metrics.series_histogram(
             names.ROUTER_STAGE_DURATION, "s", "Time of a request in one stage", DURATION_BOUNDS
         )
-        self.workers = WorkerMetrics(metrics, lambda: self._snapshot.workers)
+        self.workers = WorkerMetrics(metrics, lambda: self._snapshot().workers)
         self._lag = metrics.histogram(names.ROUTER_LOOP_LAG, "s", "How late the router's event loop is", _LAG_BOUNDS)
-        self._observe_gauges()
         self._observe_counters()
         if metrics.table is not None:
             self._show_as_vllm(metrics.table)
@@ -238,11 +165,6 @@ class RouterMetrics:
             ended = (measure.labels[names.REQUEST_MODEL], measure.labels.get(names.ERROR_TYPE, "OK"))
             self.usage[ended] = self.usage.get(ended, Usage()).plus(measure.used)
 
-    def take(self, snapshot: RouterSnapshot) -> None:
-        """The newest figures, which are never changed, only replaced."""
-        self._snapshot = snapshot
-        self.workers.forget_departed()
-
     @property
     def enabled(self) -> bool:
         """True if metrics are exported or scraped."""
@@ -257,11 +179,19 @@ class RouterMetrics:
         """The event loop was late."""
         self._lag(seconds, {})
 
-    async def watch(self, read: Callable[[], RouterSnapshot]) -> None:
-        """Takes figures again and again while metrics are on."""
-        while self.enabled:
-            self.take(read())
-            await asyncio.sleep(FIGURES_EVERY_S)
+    def start(self, make: Callable[[], RouterSnapshot]) -> None:
+        """Makes snapshots with `make` on the running event loop, when they are read."""
+
+        def make_next() -> RouterSnapshot:
+            snapshot = make()
+            self.workers.forget_departed(snapshot.workers)
+            return snapshot
+
+        self._snapshots.start(make_next)
+
+    def stop(self) -> None:
+        """Makes the last snapshot, on the event loop."""
+        self._snapshots.stop()
 
     def shutdown(self, timeout_s: float) -> None:
         """Sends the last figures."""
@@ -333,12 +263,12 @@ class RouterMetrics:
         counter(names.ROUTER_UNADOPTED, "{request}", "Those that began anew", self._one(lambda f: f.unadopted))
 
     def _one(self, value: Callable[[RouterSnapshot], float]) -> Callable[[], Observed]:
-        return lambda: [(value(self._snapshot), {})]
+        return lambda: [(value(self._snapshot()), {})]
 
     def _loads(self) -> dict[str, ModelLoad]:
         snapshot, loads = self._last_loads
-        if snapshot is not self._snapshot:
-            snapshot = self._snapshot
+        if snapshot is not (newest := self._snapshot()):
+            snapshot = newest
             loads = model_loads(snapshot.waiting, snapshot.workers)
             self._last_loads = snapshot, loads
         return loads
@@ -364,52 +294,52 @@ class RouterMetrics:
                     names.FAULT: each.fault,
                 },
             )
-            for each, count in self._snapshot.failed.items()
+            for each, count in self._snapshot().failed.items()
         ]
 
     def _lost(self) -> Observed:
         return [
             (count, {names.WORKER_ID: worker_id, names.ATTEMPT_LOSS: loss})
-            for (worker_id, loss), count in self._snapshot.lost.items()
+            for (worker_id, loss), count in self._snapshot().lost.items()
         ]
 
     def _finished(self) -> Observed:
         return [
             (count, {names.REQUEST_MODEL: model, names.END_REASON: reason})
-            for (model, reason), count in self._snapshot.finished.items()
+            for (model, reason), count in self._snapshot().finished.items()
         ]
 
     def _show_as_vllm(self, table: SeriesTable) -> None:
         show_as_vllm(
             table,
             self._loads,
-            lambda: self._snapshot.usage,
-            lambda: self._snapshot.finished,
+            lambda: self._snapshot().usage,
+            lambda: self._snapshot().finished,
             {names.VLLM_TTFT: self.ttft, names.VLLM_TPOT: self.tpot, names.VLLM_LATENCY: self.duration},
         )
 
     def _queued(self) -> Observed:
-        return [(each.waiting, {names.PRIORITY: each.name}) for each in self._snapshot.queues]
+        return [(each.waiting, {names.PRIORITY: each.name}) for each in self._snapshot().queues]
 
     def _oldest_ages(self) -> Observed:
-        return [(each.oldest_age_s, {names.PRIORITY: each.name}) for each in self._snapshot.queues]
+        return [(each.oldest_age_s, {names.PRIORITY: each.name}) for each in self._snapshot().queues]
 
     def _lanes(self) -> Observed:
-        lanes = self._snapshot.lanes
+        lanes = self._snapshot().lanes
         states = {"idle": lanes.idle, "open": lanes.open, "held": lanes.held}
         return [(number, {names.LANE_STATE: state}) for state, number in states.items()]
 
     def _workers(self) -> Observed:
-        found = Counter(worker.state for worker in self._snapshot.workers)
+        found = Counter(worker.state for worker in self._snapshot().workers)
         return [(found[state], {names.WORKER_STATE: state.name.lower()}) for state in WorkerState]
 
     def _counts(self, values: Callable[[RouterSnapshot], Mapping[str, int]], label: str) -> Callable[[], Observed]:
-        return lambda: [(count, {label: key}) for key, count in values(self._snapshot).items()]
+        return lambda: [(count, {label: key}) for key, count in values(self._snapshot()).items()]
 
     def _used(self, value: Callable[[Usage], int]) -> Callable[[], Observed]:
         return lambda: [
             (value(used), {names.REQUEST_MODEL: model, names.RPC_STATUS: status})
-            for (model, status), used in self._snapshot.usage.items()
+            for (model, status), used in self._snapshot().usage.items()
         ]
 
 

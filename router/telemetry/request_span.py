@@ -25,6 +25,7 @@ from common.telemetry.tracing import OpenSpan, SpanFactory, usage_attributes
 from router.scheduling.queued_request import PlacementChoice
 
 _INT64_MAX: Final = 2**63 - 1
+_STAGE_MS: Final = {stage: names.STAGE_MS.format(stage) for stage in names.Stage}
 # Stop strings in a span, and characters of each.
 _MAX_STOPS: Final = 8
 _MAX_STOP: Final = 64
@@ -210,7 +211,8 @@ class RecordedRequestSpan(RequestSpan):
     @harmless("traces")
     def request(self, facts: RequestFacts, params: SamplingParams) -> None:
         """Sets the request's attributes."""
-        self._open.span.set_attributes({**facts.attributes(self._operation), **_request_attributes(params)})
+        if self._open.is_recorded:
+            self._open.set_attributes({**facts.attributes(self._operation), **_request_attributes(params)})
 
     @harmless("traces")
     def submitted(self, worker_id: str, choice: PlacementChoice | None = None) -> None:
@@ -224,7 +226,7 @@ class RecordedRequestSpan(RequestSpan):
             }
             if choice.estimate_s is not None:
                 attributes[names.PLACEMENT_ESTIMATE] = round(1e3 * choice.estimate_s, 3)
-        self._open.span.add_event(names.SUBMITTED_EVENT, attributes)
+        self._open.add_event(names.SUBMITTED_EVENT, attributes)
 
     @harmless("traces")
     def attempt(self, number: int, worker_id: str, *, began: float, ended: float, tokens: int, loss: str = "") -> None:
@@ -248,8 +250,8 @@ class RecordedRequestSpan(RequestSpan):
     @harmless("traces")
     def first_token(self, ttft_s: float) -> None:
         """Adds an event."""
-        self._open.span.set_attribute(names.RESPONSE_TIME_TO_FIRST_CHUNK, ttft_s)
-        self._open.span.add_event(names.FIRST_TOKEN_EVENT)
+        self._open.set_attributes({names.RESPONSE_TIME_TO_FIRST_CHUNK: ttft_s})
+        self._open.add_event(names.FIRST_TOKEN_EVENT)
 
     @harmless("traces")
     def usage(
@@ -263,34 +265,32 @@ class RecordedRequestSpan(RequestSpan):
         attempts: int = 1,
     ) -> None:
         """Sets the token counts."""
-        if self._open.ended:
-            return
         attributes = usage_attributes((), input_tokens, output_tokens, cached_tokens)
         if reasoning_tokens:
             attributes[names.REASONING_TOKENS] = reasoning_tokens
         if worker_id:
             attributes |= {names.WORKER_ID: worker_id, names.ATTEMPTS: attempts}
-        self._open.span.set_attributes(attributes)
+        self._open.set_attributes(attributes)
 
     @harmless("traces")
     def stages(self, ledger: Ledger, now: float) -> None:
         """Sets an attribute for each stage, and three for each blamed request."""
+        if not self._open.is_recorded:
+            return
         found: dict[str, AttributeValue] = {}
         for stage, seconds in ledger.parts(now).items():
-            found[names.STAGE_MS.format(stage)] = round(1e3 * seconds, 3)
+            found[_STAGE_MS[stage]] = round(1e3 * seconds, 3)
         for stage, blame in ledger.blames.items():
             found[names.BLAME_REQUEST.format(stage)] = shown(blame.request_id)
             found[names.BLAME_TENANT.format(stage)] = shown(blame.tenant)
             found[names.BLAME_MS.format(stage)] = round(1e3 * blame.seconds, 3)
-        self._open.span.set_attributes(found)
+        self._open.set_attributes(found)
 
     @harmless("traces")
     def finish(self, finish_reasons: Iterable[str] = ()) -> None:
         """Ends the span with OK."""
-        if self._open.ended:
-            return
-        if reasons := list(finish_reasons):
-            self._open.span.set_attribute(names.RESPONSE_FINISH_REASONS, reasons)
+        if reasons := tuple(finish_reasons):
+            self._open.set_attributes({names.RESPONSE_FINISH_REASONS: reasons})
         self._open.end(grpc.StatusCode.OK)
 
     @harmless("traces")
@@ -311,7 +311,9 @@ def _request_attributes(params: SamplingParams) -> dict[str, AttributeValue]:
         names.REQUEST_FREQUENCY_PENALTY: params.frequency_penalty,
     }
     if params.stop_strings:
-        attributes[names.REQUEST_STOP_SEQUENCES] = [shown(text, _MAX_STOP) for text in params.stop_strings[:_MAX_STOPS]]
+        attributes[names.REQUEST_STOP_SEQUENCES] = tuple(
+            shown(text, _MAX_STOP) for text in params.stop_strings[:_MAX_STOPS]
+        )
     # OTLP integers are signed. A larger one would make its whole batch fail.
     if params.seed is not None and params.seed <= _INT64_MAX:
         attributes[names.REQUEST_SEED] = params.seed

@@ -70,9 +70,9 @@ class WorkerMetrics:
         if (histogram := self._latencies.get(name)) is not None:
             histogram.record(seconds, {names.WORKER_ID: worker_id, names.REQUEST_MODEL: model})
 
-    def forget_departed(self) -> None:
-        """Ends the latencies' series of workers that have left the list."""
-        known = {worker.worker_id for worker in self._workers()}
+    def forget_departed(self, workers: Iterable[KnownWorker]) -> None:
+        """Ends the latencies' series of workers that are not in `workers`."""
+        known = {worker.worker_id for worker in workers}
         for histogram in self._latencies.values():
             histogram.keep(names.WORKER_ID, known)
 

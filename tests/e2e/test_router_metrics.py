@@ -52,7 +52,6 @@ class Collector:
 @pytest.fixture
 def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
     monkeypatch.setenv("OTEL_METRIC_EXPORT_INTERVAL", "100")
-    monkeypatch.setattr("router.telemetry.metrics.FIGURES_EVERY_S", 0.1)
     with OtlpReceiver() as receiver:
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", receiver.endpoint)
         yield Collector(receiver)
@@ -215,16 +214,6 @@ async def test_blocked_event_loop_shows_in_lag_metric(collector: Collector) -> N
         before = late()
         time.sleep(0.8)  # noqa: ASYNC251  # what must not happen, on purpose
         await until(lambda: late() > before)
-
-
-async def test_no_collector_means_no_metrics_task(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("OTEL_EXPORTER_OTLP_ENDPOINT", raising=False)
-    async with bench(FakeWorker(FILES, answer=short)) as b:
-        await collect(b.stub.Generate(request()))
-        await asyncio.sleep(0.05)
-        watch = b.router._watch
-        assert watch is not None
-        assert watch.done()
 
 
 class BadCollector:
