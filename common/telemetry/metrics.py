@@ -94,10 +94,7 @@ class Metrics:
     """
 
     def __init__(
-        self,
-        provider: MeterProvider | None = None,
-        export: _Export | None = None,
-        table: SeriesTable | None = None,
+        self, provider: MeterProvider | None = None, export: _Export | None = None, table: SeriesTable | None = None
     ) -> None:
         self.table = table
         self._meter = provider.get_meter(names.METER) if provider is not None else None

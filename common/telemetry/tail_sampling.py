@@ -131,17 +131,6 @@ def _sampled(span: ReadableSpan) -> ReadableSpan:
     """A copy with the flag `sampled`, without which exporters drop it."""
     old = span.context
     assert old is not None
-    return ReadableSpan(
-        name=span.name,
-        context=SpanContext(old.trace_id, old.span_id, old.is_remote, TraceFlags(TraceFlags.SAMPLED), old.trace_state),
-        parent=span.parent,
-        resource=span.resource,
-        attributes=span.attributes,
-        events=span.events,
-        links=span.links,
-        kind=span.kind,
-        status=span.status,
-        start_time=span.start_time,
-        end_time=span.end_time,
-        instrumentation_scope=span.instrumentation_scope,
-    )
+    context = SpanContext(old.trace_id, old.span_id, old.is_remote, TraceFlags(TraceFlags.SAMPLED), old.trace_state)
+    given = span.parent, span.resource, span.attributes, span.events, span.links, span.kind, None, span.status
+    return ReadableSpan(span.name, context, *given, span.start_time, span.end_time, span.instrumentation_scope)

@@ -113,7 +113,7 @@ class RecordedSequenceSpan(SequenceSpan):
         """Ends the span with OK."""
         if self._open.ended:
             return
-        self._open.span.set_attributes(usage_attributes([reason], input_tokens, output_tokens, cached_tokens))
+        self._open.set_attributes(usage_attributes([reason], input_tokens, output_tokens, cached_tokens))
         self._open.end(grpc.StatusCode.OK, end_ns=self._add_phases(times))
 
     @harmless("traces")
@@ -129,7 +129,7 @@ class RecordedSequenceSpan(SequenceSpan):
         """Ends the span with an error."""
         if self._open.ended:
             return
-        self._open.span.set_attributes(usage_attributes([], input_tokens, output_tokens, cached_tokens))
+        self._open.set_attributes(usage_attributes([], input_tokens, output_tokens, cached_tokens))
         self._open.fail(error, None if times is None else self._add_phases(times))
 
     def _add_phases(self, times: SequenceTimes) -> int:
@@ -141,5 +141,5 @@ class RecordedSequenceSpan(SequenceSpan):
             ended = times.ended if wait.ended is None else wait.ended
             self._open.add_child(names.TIERS_SPAN, wait.began, ended, wait.attributes())
         for time in times.preempted:
-            self._open.span.add_event(names.PREEMPTED_EVENT, timestamp=self._open.unix_ns(time))
+            self._open.add_event(names.PREEMPTED_EVENT, at_ns=self._open.unix_ns(time))
         return self._open.unix_ns(times.ended)

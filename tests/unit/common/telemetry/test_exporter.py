@@ -16,12 +16,18 @@ from typing import ClassVar
 
 import grpc
 import pytest
+from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from structlog.testing import capture_logs
 
+from common.errors import NoWorkerError
 from common.limits import TELEMETRY_SHUTDOWN_S
 from common.params.sampling_params import SamplingParams
 from common.telemetry import names
+from common.telemetry.exporter import _GrpcSpanExporter
 from common.telemetry.metrics import setup_metrics
 from common.telemetry.trace_context import trace_id_of
 from common.telemetry.tracing import SpanFactory, setup_tracing
@@ -255,3 +261,24 @@ def test_unknown_protocol_is_refused_by_name(variable: str) -> None:
     assert done.returncode == 2
     assert f"{variable}=http/json is not served; use grpc or http/protobuf" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_spans_are_encoded_as_by_the_sdk() -> None:
+    """Every part of a span is what the SDK's own encoder makes of it."""
+    memory, provider = InMemorySpanExporter(), TracerProvider(shutdown_on_exit=False)
+    provider.add_span_processor(SimpleSpanProcessor(memory))
+    tracing, now = SpanFactory(provider), time.monotonic()
+    remote = [("traceparent", f"00-{'4' * 32}-{'7' * 16}-01"), ("tracestate", "vendor=1,other=2")]
+    for metadata in (remote, []):
+        with request_span(tracing, GENERATE, metadata, operation=names.CHAT, peer="ipv4:127.0.0.1:5") as span:
+            span.request(RequestFacts("m", "r\u00e9"), SamplingParams(seed=3, stop_strings=("a", "b")))
+            span.submitted("w")
+            span.first_token(0.25)
+            for number, loss in enumerate(("died", ""), start=1):
+                span.attempt(number, "w", began=now, ended=now + 1, tokens=2, loss=loss)
+            span.fail(NoWorkerError("none"))
+    spans = memory.get_finished_spans()
+    assert any(each.links for each in spans)
+    assert any(each.events for each in spans)
+    encoded = _GrpcSpanExporter(endpoint="127.0.0.1:1", insecure=True)._translate_data(spans)
+    assert str(encoded).splitlines() == str(encode_spans(spans)).splitlines()

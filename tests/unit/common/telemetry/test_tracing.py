@@ -328,14 +328,11 @@ async def test_closing_a_generator_elsewhere_ends_its_span(recorder: Recorder) -
     assert attributes(recorder.one(GENERATE))["rpc.status_code"] == "CANCELLED"
 
 
-def test_disabled_tracing_costs_under_200_us() -> None:
-    tracing, rounds = SpanFactory(), 2000
-    start = time.thread_time()
-    for _ in range(rounds):
-        with request_span(tracing, GENERATE, (), operation=names.CHAT) as span:
-            span.finish()
-    # About 10 us of the thread's own time.
-    assert (time.thread_time() - start) / rounds < 200e-6
+def test_disabled_tracing_makes_no_spans() -> None:
+    tracing = SpanFactory()
+    with request_span(tracing, GENERATE, (), operation=names.CHAT) as span:
+        assert type(span) is RequestSpan
+        assert tracing.open_spans() == 0
 
 
 @pytest.mark.parametrize(
@@ -376,12 +373,13 @@ def test_failed_tracer_disturbs_no_request(monkeypatch: pytest.MonkeyPatch) -> N
     tracing = SpanFactory(provider)
     span = request_span(tracing, GENERATE, METADATA)
     before = failures().get("traces", 0)
-    monkeypatch.setattr("opentelemetry.sdk.trace.Span.set_attribute", lambda *_: 1 / 0)
-    monkeypatch.setattr("opentelemetry.sdk.trace.Span.add_event", lambda *_: 1 / 0)
+    monkeypatch.setattr("common.telemetry.tracing.Event", lambda *_: 1 / 0)
+    monkeypatch.setattr("opentelemetry.sdk.trace.SynchronousMultiSpanProcessor.on_end", lambda *_: 1 / 0)
     with span:
         span.submitted("w")
         span.first_token(0.1)
         span.finish()
+    assert tracing.open_spans() == 0
     monkeypatch.setattr("opentelemetry.sdk.trace.Tracer.start_span", lambda *_, **__: 1 / 0)
     with request_span(tracing, GENERATE, METADATA) as other:
         assert other.trace_id == TRACE_ID
