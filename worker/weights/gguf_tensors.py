@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
@@ -81,6 +82,12 @@ def find_gguf_tensors(model: GgufModel, expected: Mapping[str, Shape]) -> dict[s
         f"{name} is {list(stored[name].shape)}, expected {list(shape)}"
         for name, shape in expected.items()
         if name in stored and _without_ones(stored[name].shape) != _without_ones(shape)
+    ]
+    experts = Counter(place.tensor for place in stored.values() if place.expert is not None)
+    misshapen += [
+        f"{name} has {tensor.shape[0]} experts, expected {experts[tensor]}"
+        for name, tensor in model.tensors.items()
+        if tensor in experts and tensor.shape[0] != experts[tensor]
     ]
     texts = (("missing ", missing), ("surplus ", surplus), ("", misshapen))
     problems = [prefix + some(names) for prefix, names in texts if names]

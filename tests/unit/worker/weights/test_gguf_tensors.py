@@ -108,6 +108,19 @@ def test_experts_are_matrices_of_their_own(tmp_path: Path) -> None:
         assert torch.equal(as_floats(weights.take_quantized(MatrixPart(name))), expected[name])
 
 
+def test_stack_of_more_experts_than_the_metadata_says_is_refused(tmp_path: Path) -> None:
+    content, _ = written(tmp_path, "Q4_K", "qwen3_moe", moe_intermediate_size=256)
+    stored = content.tensors["blk.0.ffn_up_exps.weight"]
+    count, *matrix = stored.shape
+    more = stored.data + stored.data[: len(stored.data) // count]
+    content.tensors["blk.0.ffn_up_exps.weight"] = GgufTensorData("Q4_K", (count + 1, *matrix), more)
+    (tmp_path / "m.gguf").write_bytes(content.to_bytes())
+    config = ModelConfig.from_folder(tmp_path / "m.gguf")
+    said = f"do not fit its metadata: blk.0.ffn_up_exps.weight has {count + 1} experts, expected {count}$"
+    with pytest.raises(ModelError, match=said):
+        load_weights(tmp_path / "m.gguf", model_class(config.architecture).tensor_shapes(config))
+
+
 def test_tensors_that_do_not_fit_are_named(tmp_path: Path) -> None:
     content, _ = written(tmp_path, "Q8_0")
     content.tensors["blk.0.attn_norm.weight"] = float_tensor("F32", torch.zeros(3))
