@@ -128,6 +128,7 @@ class ServedModel:
     head: Head = OUTPUT_HEAD
     num_labels: int = 0
     grammar_engine: str = ""
+    kv_stores: frozenset[str] = frozenset()
     identity: str = field(init=False)
     """Equal for workers that hold the same weights and can serve the same prepared prompt."""
 
@@ -229,6 +230,7 @@ def describe(description: wpb.GetWorkerResponse, text: TextAssets) -> ServedMode
         hidden_size=description.hidden_size,
         default_pooling=told_pooling(description.default_pooling),
         grammar_engine=description.grammar_engine,
+        kv_stores=frozenset(description.kv_stores),
         relevance_tokens=(description.relevance_tokens.yes, description.relevance_tokens.no)
         if description.HasField("relevance_tokens")
         else None,

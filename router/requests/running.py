@@ -313,22 +313,19 @@ class RunningRequests:
         self._fail_over(begun, "it drains")
 
     def _hand_over_begun(self, session: Session, begun: Iterable[RequestStream]) -> None:
-        """Moves requests whose prompts a worker for prefills has computed to a worker that decodes, if there is one."""
-        moved: list[tuple[RequestStream, Loss]] = []
+        """Moves requests whose prompts a worker for prefills has computed to a worker that decodes, if one has a place.
+
+        A stream that has begun must not wait, so without a place it stays.
+        """
+        lanes = self._dispatcher.lanes
         for stream in begun:
             queued = stream.queued
             if stream.session is not session or stream.assembly.is_closed or queued.only_worker:
                 continue
             wanted = stream.attempts.numerics_wanted(self._policy, stream.assembly.num_tokens)
-            if self._dispatcher.lanes.can_serve(
-                queued.model,
-                wanted,
-                queued.most_tokens,
-                grammar_engine=queued.grammar_engine,
-                but_role=PREFILL_FEATURE,
-            ):
-                moved.append((stream, Loss.HANDED_OVER))
-        self._fail_over(moved, "its prompt is computed")
+            if lanes.has_decode_place(queued.model, wanted, queued.most_tokens, queued.grammar_engine):
+                # One by one, so that the next one finds this place taken.
+                self._fail_over([(stream, Loss.HANDED_OVER)], "its prompt is computed")
 
     # Failover.
 

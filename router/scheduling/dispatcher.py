@@ -229,6 +229,7 @@ class Dispatcher:
         caches_prefixes: bool = True,
         grammar_engine: str = "",
         role: str = "",
+        kv_stores: frozenset[str] = frozenset(),
     ) -> None:
         """Adds the lane of a worker that accepts work. Waiting requests that it would serve sooner move to it."""
         lane = Lane(
@@ -236,7 +237,7 @@ class Dispatcher:
             model,
             report,
             self.shares,
-            LaneKind(numerics, max_model_len, grammar_engine, role),
+            LaneKind(numerics, max_model_len, grammar_engine, role, kv_stores),
             caches_prefixes=caches_prefixes,
         )
         self.lanes.add(lane)

@@ -62,12 +62,14 @@ class LaneKind:
         max_model_len: most tokens of a sequence, prompt and answer.
         grammar_engine: library that compiles grammars there; "" for none.
         role: half of the work that it does: PREFILL_FEATURE, DECODE_FEATURE, or "" for both.
+        kv_stores: KV tiers that it can share with other workers.
     """
 
     numerics: str = ""
     max_model_len: float = math.inf
     grammar_engine: str = ""
     role: str = ""
+    kv_stores: frozenset[str] = frozenset()
 
     def can_serve(self, numerics: str | None, most_tokens: int, grammar_engine: str = "") -> bool:
         """True if the worker can run a sequence of up to `most_tokens` tokens to its end.
@@ -155,6 +157,11 @@ class Lane:
         The worker is reserved for one request, or the limit is exceeded.
         """
         return self.is_taken or (self.limit is not None and len(self._bound) + self.load.num_seqs > self.limit)
+
+    @property
+    def has_place(self) -> bool:
+        """True if a sequence can run at the worker without waiting for another one to end."""
+        return not (self.is_taken or self.is_full) and self.places > 0
 
     @property
     def places(self) -> int:

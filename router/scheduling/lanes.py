@@ -170,7 +170,6 @@ class LaneTable:
         *,
         grammar_engine: str = "",
         but: str = "",
-        but_role: str = "",
     ) -> bool:
         """True if a ready worker other than `but` can serve such a request.
 
@@ -180,13 +179,34 @@ class LaneTable:
             most_tokens: longest prompt and answer together, tokens.
             grammar_engine: library of its grammar, "" for none.
             but: excluded worker, "" for none.
-            but_role: role of excluded workers, "" for none.
         """
         return any(
             lane.worker != but and lane.kind.can_serve(numerics, most_tokens, grammar_engine)
             for lane in self._ready.get(model, ())
-            if not but_role or lane.kind.role != but_role
         )
+
+    def has_decode_place(self, model: str, numerics: str | None, most_tokens: int, grammar_engine: str) -> bool:
+        """True if a worker that is not for prefills can continue such a request at once; arguments as of `can_serve`.
+
+        Of workers for decodes and for both, those that the request would go to count.
+        """
+        suited = [
+            lane
+            for lane in self._ready.get(model, ())
+            if lane.kind.role != PREFILL_FEATURE and lane.kind.can_serve(numerics, most_tokens, grammar_engine)
+        ]
+        return any(lane.has_place for lane in _by_role(suited, has_output=True))
+
+    def role_problem(self, lane: Lane) -> str:
+        """Why this lane's worker shares no KV blocks with those for the other half; "" if it does, or none is up."""
+        half = lane.kind.role
+        other = {PREFILL_FEATURE: DECODE_FEATURE, DECODE_FEATURE: PREFILL_FEATURE}.get(half)
+        kinds = [each.kind for each in self._ready.get(lane.model, ()) if each.kind.role == other]
+        same_class = [kind for kind in kinds if kind.numerics == lane.kind.numerics]
+        if not other or not kinds or any(kind.kv_stores & lane.kind.kv_stores for kind in same_class):
+            return ""
+        what = "--kv-tiers names no tier" if same_class else "its numerics class is not that"
+        return f"{what} of a worker for {other}s"
 
     def is_servable(self, request: QueuedRequest) -> bool:
         """True if a ready worker can serve a request."""
@@ -213,7 +233,7 @@ class LaneTable:
             special = {name: self._lanes[name] for name in self._taken | self._limited}
             shut = {name for name, lane in special.items() if lane.is_taken or lane.is_full}
             lanes = [lane for lane in lanes if lane.worker not in shut] or lanes
-        lanes = _by_role(lanes, request)
+        lanes = _by_role(lanes, has_output=request.has_output)
         if request.alone:
             lanes = [lane for lane in lanes if lane.load.is_idle and not len(lane)] or lanes
         return lanes
@@ -232,10 +252,10 @@ class LaneTable:
         return LaneCounts(len(self._lanes) - len(self.busy), opened, len(self.busy) - opened)
 
 
-def _by_role(lanes: list[Lane], request: QueuedRequest) -> list[Lane]:
+def _by_role(lanes: list[Lane], *, has_output: bool) -> list[Lane]:
     """The lanes for the half of a request's work that comes next; without any those for both, or for the other."""
     if not any(lane.kind.role for lane in lanes):
         return lanes
-    next_half, other = (DECODE_FEATURE, PREFILL_FEATURE) if request.has_output else (PREFILL_FEATURE, DECODE_FEATURE)
+    next_half, other = (DECODE_FEATURE, PREFILL_FEATURE) if has_output else (PREFILL_FEATURE, DECODE_FEATURE)
     own = [lane for lane in lanes if lane.kind.role == next_half]
     return own or [lane for lane in lanes if lane.kind.role != other] or lanes

@@ -332,7 +332,11 @@ class WorkerPool:
             caches_prefixes=welcome.kv_events,
             grammar_engine=session.model.grammar_engine,
             role=session.role,
+            kv_stores=session.model.kv_stores,
         )
+        if problem := self._dispatcher.lanes.role_problem(self._dispatcher.lanes[session.address]):
+            told = {"worker": session.address, "role": session.role, "why": problem}
+            log.warning("workers for prefills and decodes share no KV blocks", **told)
         self._intake.start_probation(worker, session, now)
         self.caches.welcomed(session)
         worker.release()

@@ -149,6 +149,7 @@ def running_service(
     workers: int = 1,
     worker_options: Sequence[str] = (),
     router_options: Sequence[str] = (),
+    roles: Sequence[str] = (),
     environment: dict[str, str] | None = None,
 ) -> Iterator[Service]:
     """Starts a service for `model`, with logs in `folder`, and stops it at the end.
@@ -159,10 +160,12 @@ def running_service(
         workers: number of worker processes.
         worker_options: further command-line options of every worker.
         router_options: further command-line options of the router.
+        roles: of the workers, instead of their number.
         environment: further environment variables of all processes.
     """
     env = {"OMP_NUM_THREADS": "1", "FISSILE_LOG_LEVEL": "info", **(environment or {})}
-    fleet = [_worker(folder, model, i, worker_options, env) for i in range(workers)]
+    of_role = [[*worker_options, "--role", role] for role in roles] or [worker_options] * workers
+    fleet = [_worker(folder, model, i, options, env) for i, options in enumerate(of_role)]
     router = _router(folder, fleet, router_options, env)
     with running([*fleet, router]), grpc.insecure_channel(router.address) as channel:
         yield Service(router, fleet, channel)

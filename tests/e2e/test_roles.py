@@ -20,7 +20,7 @@ from tests.e2e.simulated import wait_workers
 from worker.cli.worker import worker
 
 PREFILL, DECODE = 0, 1
-METRICS = {"prefill": free_port(), "decode": free_port()}
+METRICS = free_port()
 
 
 @pytest.fixture(scope="module")
@@ -32,13 +32,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def fleet(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     folder = tmp_path_factory.mktemp("fleet")
     tiers = ["--kv-tiers", f"files:{folder / 'kv'}:256MiB"]
-    with running_service(folder, model, workers=2, worker_options=tiers) as service:
-        for process, role in zip(service.workers, ("prefill", "decode"), strict=True):
-            process.stop(signal.SIGKILL)
-            process.arguments += ["--role", role, "--metrics-port", str(METRICS[role])]
-            process.start()
-        for process in service.workers:
-            process.wait_serving()
+    with running_service(folder, model, roles=("prefill", "decode"), worker_options=tiers) as service:
+        service.workers[DECODE].stop(signal.SIGKILL)
+        service.workers[DECODE].arguments += ["--metrics-port", str(METRICS)]
+        service.workers[DECODE].start()
+        service.workers[DECODE].wait_serving()
         wait_workers(service, 2)
         yield service
 
@@ -61,7 +59,7 @@ def num_files(service: Service) -> int:
 
 def hits() -> int:
     """Blocks that the worker for decodes has found in the tier."""
-    with urlopen(f"http://127.0.0.1:{METRICS['decode']}/metrics", timeout=60) as page:
+    with urlopen(f"http://127.0.0.1:{METRICS}/metrics", timeout=60) as page:
         lines = page.read().decode().splitlines()
     found = [line for line in lines if line.startswith("fissile_engine_kv_tiers_blocks_total") and '"hit"' in line]
     return sum(int(float(line.split()[-1])) for line in found)

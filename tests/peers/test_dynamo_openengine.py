@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +17,7 @@ from fissile.peers.openengine.v1.openengine_pb2_grpc import InferenceStub
 from fissile.v1 import inference_pb2 as pb
 
 from common.limits import MAX_ANSWERS, MAX_WAITING_CALLS
+from common.params.names import ROLES
 from tests.e2e.service import REPOSITORY, Process, Service, running_service
 from tests.peers.dynamo import LIMIT_S, running_frontend, running_sidecar
 
@@ -210,14 +210,10 @@ def halves(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Service, 
     folder = tmp_path_factory.mktemp("halves")
     options = ["--doors", "openengine", "--max-model-len", "1024", "--kv-tiers", f"files:{folder / 'kv'}:256MiB"]
     with (
-        running_service(folder, DEMO, workers=2, worker_options=options) as service,
+        running_service(folder, DEMO, roles=ROLES[1:], worker_options=options) as service,
         contextlib.ExitStack() as stack,
     ):
-        for worker, role in zip(service.workers, ("prefill", "decode"), strict=True):
-            worker.stop(signal.SIGKILL)
-            worker.arguments += ["--role", role]
-            worker.start()
-            worker.wait_serving()
+        for worker, role in zip(service.workers, ROLES[1:], strict=True):
             given = ["--model-path", MODEL, "--disaggregation-mode", role]
             stack.enter_context(running_sidecar(folder, worker, "_run_trtllm_sidecar", *given))
         yield service, stack.enter_context(running_frontend(folder, MODEL)).client

@@ -30,8 +30,10 @@ def make_dispatcher(
     return Dispatcher(gate, placement, TenantShares(), capacity, worker_wait_s)
 
 
-def make_lane(worker: str, model: str, report: LoadReport, shares: TenantShares | None = None, role: str = "") -> Lane:
-    return Lane(worker, model, report, shares or TenantShares(), LaneKind(role=role), caches_prefixes=True)
+def make_lane(
+    worker: str, model: str, report: LoadReport, shares: TenantShares | None = None, kind: LaneKind | None = None
+) -> Lane:
+    return Lane(worker, model, report, shares or TenantShares(), kind or LaneKind(), caches_prefixes=True)
 
 
 def dispatcher(*workers: str, factor: float = 0.0, capacity: int = 100, report: LoadReport = ROOM) -> Dispatcher:

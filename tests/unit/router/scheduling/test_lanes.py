@@ -7,7 +7,7 @@ import random
 import pytest
 
 from common.wire.protocol import DECODE_FEATURE, PREFILL_FEATURE
-from router.scheduling.lane import Lane
+from router.scheduling.lane import Lane, LaneKind
 from router.scheduling.lanes import LaneAgenda, LaneTable
 from router.scheduling.placement import LeastLoad
 from router.scheduling.worker_load import LoadReport
@@ -66,7 +66,8 @@ def test_requests_go_to_workers_for_the_half_that_comes_next(roles: str, new: st
     """The others do a half that has no workers: those for both first."""
     names = {"p": PREFILL_FEATURE, "d": DECODE_FEATURE, "b": ""}
     table = LaneTable()
-    lanes = [make_lane(f"{role}{i}", "m", LoadReport(0.0), role=names[role]) for i, role in enumerate(roles)]
+    room = LoadReport(0.0, room_seqs=1)
+    lanes = [make_lane(f"{role}{i}", "m", room, kind=LaneKind(role=names[role])) for i, role in enumerate(roles)]
     for lane in lanes:
         table.add(lane)
         table.set_ready(lane, True)
@@ -74,15 +75,43 @@ def test_requests_go_to_workers_for_the_half_that_comes_next(roles: str, new: st
     assert "".join(lane.worker[0] for lane in table.candidates(queued)) == new
     queued.has_output = True
     assert "".join(lane.worker[0] for lane in table.candidates(queued)) == continued
-    assert table.can_serve("m", None, but_role=PREFILL_FEATURE) == (set(roles) != {"p"})
+    assert table.has_decode_place("m", None, 0, "") == (set(roles) != {"p"})
+    # A stream that has begun waits for no place.
+    for lane in lanes:
+        if lane.kind.role != PREFILL_FEATURE:
+            lane.load.take(LoadReport(0.0, room_seqs=0))
+    assert not table.has_decode_place("m", None, 0, "")
+
+
+@pytest.mark.parametrize(
+    ("kinds", "problem"),
+    [
+        ([], ""),
+        (["prefill A files:1"], ""),
+        (["decode A files:1"], ""),
+        (["decode B files:1", "decode A files:2", "decode A redis:3,files:1"], ""),
+        (["decode B files:1"], "its numerics class is not that of a worker for decodes"),
+        (["decode B files:1", "decode A redis:3"], "--kv-tiers names no tier of a worker for decodes"),
+        (["decode A "], "--kv-tiers names no tier of a worker for decodes"),
+    ],
+)
+def test_halves_without_common_blocks_are_named(kinds: list[str], problem: str) -> None:
+    table = LaneTable()
+    for i, kind in enumerate(["prefill A files:1", *kinds]):
+        role, numerics, stores = kind.split(" ")
+        own = LaneKind(numerics, role=role, kv_stores=frozenset(stores.split(",")))
+        lane = make_lane(f"w{i}", "m", LoadReport(0.0), kind=own)
+        table.add(lane)
+        table.set_ready(lane, True)
+    assert table.role_problem(table["w0"]) == problem
 
 
 def test_waiting_request_stays_with_workers_of_its_role() -> None:
     placement, queued = LeastLoad(), request(1)
-    busy = make_lane("busy", "m", LoadReport(0.0, waiting_tokens=100_000), role=DECODE_FEATURE)
-    idle = make_lane("idle", "m", LoadReport(0.0, room_seqs=10), role=PREFILL_FEATURE)
-    other = make_lane("other", "m", LoadReport(0.0, room_seqs=10), role=DECODE_FEATURE)
-    idler = make_lane("idler", "m", LoadReport(0.0, room_seqs=10), role=PREFILL_FEATURE)
+    busy = make_lane("busy", "m", LoadReport(0.0, waiting_tokens=100_000), kind=LaneKind(role=DECODE_FEATURE))
+    idle = make_lane("idle", "m", LoadReport(0.0, room_seqs=10), kind=LaneKind(role=PREFILL_FEATURE))
+    other = make_lane("other", "m", LoadReport(0.0, room_seqs=10), kind=LaneKind(role=DECODE_FEATURE))
+    idler = make_lane("idler", "m", LoadReport(0.0, room_seqs=10), kind=LaneKind(role=PREFILL_FEATURE))
     for lane in (busy, idle, idler):
         placement.lane_up(lane)
     busy.bind(queued)

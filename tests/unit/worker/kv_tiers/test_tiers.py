@@ -182,6 +182,24 @@ def test_hanging_tier_holds_up_no_request() -> None:
     tiers.close()
 
 
+def test_aborted_prompt_leaves_no_lookup_behind() -> None:
+    tier = Hanging()
+    tiers = KvTiers({"hanging": tier}, 16 * BLOCK)
+    core = engine(tiers=Tiers(tiers, root_name(["simulated"])))
+    seq = Sequence(prompts(40)[0], BLOCK)
+    core.add_request(seq)
+    assert core.tiers is not None
+    lookups = core.tiers
+    until(lambda: bool(core.step()) and bool(lookups._lookups))
+    core.abort(seq.id)
+    while core.has_unfinished():
+        core.step()
+    assert not lookups._lookups
+    tier.answers.set()
+    until(lambda: tiers._num_read == 0)
+    tiers.close()
+
+
 def test_what_cannot_be_written_soon_is_dropped_and_counted() -> None:
     tier, size = Hanging(), MAX_WAITING_BYTES // 4
     tiers = KvTiers({"hanging": tier}, size)
