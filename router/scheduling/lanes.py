@@ -186,7 +186,7 @@ class LaneTable:
         )
 
     def has_decode_place(self, model: str, numerics: str | None, most_tokens: int, grammar_engine: str) -> bool:
-        """True if a worker that is not for prefills can continue such a request at once; arguments as of `can_serve`.
+        """True if a worker that is not for prefills can continue such a request at once; arguments: see `can_serve`.
 
         Of workers for decodes and for both, those that the request would go to count.
         """
