@@ -164,8 +164,8 @@ def running_service(
         environment: further environment variables of all processes.
     """
     env = {"OMP_NUM_THREADS": "1", "FISSILE_LOG_LEVEL": "info", **(environment or {})}
-    of_role = [[*worker_options, "--role", role] for role in roles] or [worker_options] * workers
-    fleet = [_worker(folder, model, i, options, env) for i, options in enumerate(of_role)]
+    of_roles = [[*worker_options, "--role", role] for role in roles]
+    fleet = [_worker(folder, model, i, each, env) for i, each in enumerate(of_roles or [worker_options] * workers)]
     router = _router(folder, fleet, router_options, env)
     with running([*fleet, router]), grpc.insecure_channel(router.address) as channel:
         yield Service(router, fleet, channel)
