@@ -206,6 +206,8 @@ MAX_GGUF_ENTRIES = 1 << 16
 MAX_GGUF_ITEMS = 1 << 21
 MAX_GGUF_VOCABULARY_BYTES = 8 * MIB
 MAX_GGUF_TOKEN_BYTES = 1024
+# Token ids are below this number; published vocabularies have at most 901,629 tokens.
+MAX_TOKEN_IDS = 1 << 20
 # Most layers of a model, and most experts of a layer: config.json alone sets the lengths of lists of them. Published
 # models have at most about 130 layers and 512 experts.
 MAX_MODEL_LAYERS = 1024

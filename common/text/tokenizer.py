@@ -26,7 +26,7 @@ import tokenizers
 
 from common.errors import InvalidFieldError
 from common.files import UnreadableFileError, parse_json, read_file
-from common.limits import MAX_BAD_WORD_TOKENS, MAX_TOKENIZER_BYTES
+from common.limits import MAX_BAD_WORD_TOKENS, MAX_TOKEN_IDS, MAX_TOKENIZER_BYTES
 from common.params.sampling_checks import TokenSequences
 from common.text.detokenizer import Detokenizer, TokenBytes
 from common.text.pieces import ANCHOR, Cuts, TokenFloor, UncutTextError, vocabulary
@@ -176,11 +176,15 @@ class Tokenizer:
         self.chat_templates = reading.templates
         self._parsing = reading.backend
         _flag_special(self._parsing, special)
+        self.vocab_size = 1 + max(self._parsing.get_vocab().values(), default=-1)
+        # The library takes time and memory for each id below the highest when it writes a vocabulary.
+        if self.vocab_size > MAX_TOKEN_IDS:
+            highest = self.vocab_size - 1
+            raise TokenizerError(f"tokenizer.json has the token id {highest}; ids below {MAX_TOKEN_IDS} are valid")
         written = self._parsing.to_str()
         self._plain = tokenizers.Tokenizer.from_str(written)
         self._plain.encode_special_tokens = True
         self.sha256 = files_sha256(files)
-        self.vocab_size = 1 + max(self._parsing.get_vocab().values(), default=-1)
         added = self._parsing.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self.added_tokens: Mapping[int, str] = {token_id: token.content for token_id, token in added.items()}

@@ -19,7 +19,7 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
 from common.files import UnreadableFileError, parse_json, read_file
-from common.limits import MAX_GGUF_TOKEN_BYTES, MAX_TOKENIZER_BYTES
+from common.limits import MAX_GGUF_TOKEN_BYTES, MAX_TOKEN_IDS, MAX_TOKENIZER_BYTES
 from common.text.deferred_torch import deferred_torch
 from common.text.detokenizer import BYTE_LEVEL
 from common.text.tokenizer import TokenizerError
@@ -27,8 +27,6 @@ from common.text.tokenizer import TokenizerError
 _SETTINGS: Final = "tokenizer_config.json"
 # A class of transformers that takes tokenizer.json as it is.
 _CLASS: Final = "PreTrainedTokenizerFast"
-# Ids and special tokens are below this number; published vocabularies have at most 901,629 tokens.
-_MAX_TOKENS: Final = 1 << 20
 _BPE: Final = 2
 _UNIGRAM: Final = 1
 _CONTROL_PIECE: Final = 3
@@ -139,8 +137,8 @@ def _add(backend: tokenizers.Tokenizer, added: Mapping[int, AddedToken]) -> None
         ValueError: a token has a too large id, or would get another one.
     """
     for id in sorted(added):
-        if id >= _MAX_TOKENS:
-            raise ValueError(f"the added token {added[id].content!r} has id {id}; ids below {_MAX_TOKENS} are valid")
+        if id >= MAX_TOKEN_IDS:
+            raise ValueError(f"the added token {added[id].content!r} has id {id}; ids below {MAX_TOKEN_IDS} are valid")
         fillers = [f"<|reserved_token_{each}|>" for each in range(backend.get_vocab_size(), id)]
         if fillers:
             backend.add_special_tokens([AddedToken(each, normalized=False, special=True) for each in fillers])
@@ -214,8 +212,8 @@ def _from_tekken(data: bytes, _: Mapping[str, Any]) -> Conversion:
     if listed is not None:
         special = [str(token["token_str"]) for token in sorted(listed, key=lambda token: int(token["rank"]))]
     count = int(config.get("default_num_special_tokens") or len(special))
-    if count > _MAX_TOKENS:
-        raise ValueError(f"it has {count} special tokens; at most {_MAX_TOKENS} are valid")
+    if count > MAX_TOKEN_IDS:
+        raise ValueError(f"it has {count} special tokens; at most {MAX_TOKEN_IDS} are valid")
     special += [f"<SPECIAL_{id}>" for id in range(len(special), count)]
     size = int(config.get("default_vocab_size") or count + len(content["vocab"]))
     ranks = [base64.b64decode(token["token_bytes"]) for token in content["vocab"][: size - count]]

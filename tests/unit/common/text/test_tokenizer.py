@@ -311,3 +311,13 @@ def test_unusable_files_are_one_line(bad: dict[str, bytes]) -> None:
     with pytest.raises(TokenizerError) as caught:
         Tokenizer.from_files(bad)
     assert "\n" not in str(caught.value)
+
+
+def test_huge_token_id_is_refused_at_once() -> None:
+    """Former fault: the library took 8 GB and a minute for the ids below."""
+    content = json.loads(files()["tokenizer.json"])
+    vocab = content["model"]["vocab"]
+    highest = max(vocab, key=lambda token: vocab[token])
+    vocab[highest] = 2**31
+    with pytest.raises(TokenizerError, match=r"has the token id 2147483648; ids below 1048576 are valid"):
+        Tokenizer.from_files(files() | {"tokenizer.json": json.dumps(content).encode()})
