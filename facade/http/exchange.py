@@ -17,6 +17,7 @@ import grpc
 import msgspec
 import structlog
 from fissile.client.connections import sendable
+from fissile.client.messages import REQUEST_START, started
 from starlette.types import Message, Receive, Scope, Send
 
 from common.errors import ApiError, InvalidFieldError
@@ -39,6 +40,8 @@ _SHORTEST_MS: Final = 1
 _LONGEST_MS: Final = 24 * 3600 * 1000
 # Headers that the router gets as metadata. An API key of Anthropic's clients is a bearer key there.
 _PASSED_ON: Final = ("authorization", names.TRACEPARENT, names.TRACESTATE, "x-fissile-tenant")
+# When a caller or its proxy sent a request: Unix time in seconds, milliseconds or microseconds.
+_START: Final = re.compile(r"(t=)?\d{1,20}(\.\d{1,9})?")
 _JSON: Final = (b"content-type", b"application/json")
 _encode: Final = msgspec.json.Encoder().encode
 
@@ -83,7 +86,7 @@ class Exchange:
         self._send = send
         self._uploads = uploads
         self._default_timeout_s = timeout_s
-        self._began = time.monotonic()
+        self._began, self._began_unix = time.monotonic(), time.time()
         given = self.headers.get(REQUEST_ID_HEADER, "")
         self.http_request_id = given if re.fullmatch(r"[!-~]{1,128}", given) else uuid.uuid4().hex
 
@@ -113,7 +116,9 @@ class Exchange:
         return int(value) / 1000
 
     def metadata(self, default_key: str = "") -> tuple[tuple[str, str], ...]:
-        """Metadata for the router from the headers: key, trace and tenant.
+        """Metadata for the router from the headers: key, trace, tenant, and when the request was sent.
+
+        Without a time of the caller or its proxy, that is when the head of the request arrived.
 
         Args:
             default_key: API key of callers that send none.
@@ -132,7 +137,9 @@ class Exchange:
         except ValueError:
             problem = f"{', '.join(found)}: one has a character that is not ASCII"
             raise InvalidFieldError("headers", problem, "printable ASCII") from None
-        return tuple(found.items())
+        if not _START.fullmatch(self.headers.get(REQUEST_START, "")):
+            return (*found.items(), *started(self._began_unix))
+        return (*found.items(), (REQUEST_START, self.headers[REQUEST_START]))
 
     @property
     def traceparent(self) -> str:

@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 from urllib.parse import quote
 
 import grpc
+from fissile.client.messages import REQUEST_START, clock_name
 
 from common.errors import ApiError, RouterFailedError, SlowClientError
 from common.rpc.errors import Metadata, abort
@@ -24,8 +25,6 @@ from router.telemetry.request_span import RequestSpan, request_span
 
 SERVICE = "fissile.v1.InferenceService"
 REQUEST_ID = "x-request-id"
-# Metadata key by which clients and proxies say when they sent a call.
-REQUEST_START = "x-request-start"
 # A longer way is a wrong clock.
 _MAX_INBOUND_S = 60.0
 _MAX_ID_METADATA = 512
@@ -201,10 +200,16 @@ class StreamItemScope(RpcScope):
 
 
 def _age_s(started: str, now: float) -> float:
-    """Seconds since a Unix time in seconds, milliseconds or microseconds; 0 unless it is plausible."""
+    """Seconds since a Unix time in seconds, milliseconds or microseconds; 0 unless it is plausible.
+
+    A time with the name of a clock counts only if this machine has that clock.
+    """
+    time_text, _, clock = started.partition(";clock=")
     try:
-        value = float(started.removeprefix("t="))
+        value = float(time_text.removeprefix("t="))
     except ValueError:
+        return 0.0
+    if clock and clock != clock_name():
         return 0.0
     for unit in (1.0, 1e3, 1e6):
         if 0 < now - value / unit <= _MAX_INBOUND_S:

@@ -28,12 +28,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import grpc
+from fissile.client.messages import REQUEST_START
 from fissile.v1 import inference_pb2 as pb
 from fissile.v1.inference_pb2_grpc import InferenceServiceStub
 
 from common.rpc.durations import to_seconds
 from common.telemetry.names import Stage
-from router.api.rpc_scope import REQUEST_START
 from tests.chaos.support import SMALL_WINDOW, log_entries, until
 from tests.e2e.service import Process, Service, free_port, running
 from tests.e2e.simulated import simulated_model, wait_workers

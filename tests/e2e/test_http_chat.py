@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,7 @@ import openai
 import pytest
 from fissile.v1.inference_pb2_grpc import add_InferenceServiceServicer_to_server
 from fissile.worker.v1 import worker_pb2 as wpb
+from structlog.testing import capture_logs
 
 from common.constraints.library import ENGINE
 from common.errors import QueueFullError
@@ -341,3 +343,19 @@ async def test_request_id_and_trace_are_sent_back(served: Served) -> None:
     assert (response.headers["x-request-id"], response.headers["traceparent"]) == ("mine", trace)
     assert served.router.workers[0].submitted[-1].traceparent.split("-")[1] == "ab" * 16
     assert (await served.post(SAY)).headers["x-request-id"] != "mine"
+
+
+@pytest.mark.parametrize(
+    ("age_s", "written"), [(5.0, "t={:f}"), (0.0, ""), (-5.0, "t={:f}"), (5.0, "at {:f}"), (5.0, "t={:f};clock=mine")]
+)
+async def test_router_knows_when_the_request_was_sent(served: Served, age_s: float, written: str) -> None:
+    """The time of the caller or its proxy counts, else the one at which the head arrived; no time in the future."""
+    header = {"x-request-start": written.format(time.time() - age_s)} if written else {}
+    with capture_logs() as lines:
+        assert (await served.post(SAY, **header)).status_code == 200
+        await until(lambda: any("parts_ms" in line for line in lines))
+    (inbound_ms,) = [line["parts_ms"].get("inbound", 0.0) for line in lines if "parts_ms" in line]
+    if written == "t={:f}":
+        assert inbound_ms >= 4900 if age_s > 0 else inbound_ms == 0
+    else:
+        assert inbound_ms > 0

@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fissile.client import AsyncClient
+from fissile.client.messages import REQUEST_START, clock_name
 from fissile.v1 import inference_pb2 as pb
 from fissile.v1.inference_pb2_grpc import InferenceServiceStub
 
 from common.rpc.durations import to_seconds
 from common.telemetry.names import Stage
-from router.api.rpc_scope import REQUEST_START
 from tests.chaos.proxy import proxied
 from tests.chaos.support import client_of, log_entries, until
 from tests.e2e.fake_worker import FakeWorker
@@ -152,14 +153,26 @@ def test_full_worker_is_found_and_its_request_blamed(tmp_path: Path) -> None:
 @pytest.mark.parametrize("unit", [1, 1e3, 1e6])
 async def test_way_to_the_router_is_inbound_if_the_client_says_when_it_called(unit: float) -> None:
     async with bench(FakeWorker(FILES)) as b:
-        for age_s, written in ((5.0, "t={:f}"), (5.0, "{:.0f}"), (3600.0, "t={:f}"), (-5.0, "t={:f}"), (0.0, "soon")):
+        own, other = f"t={{:f}};clock={clock_name()}", "t={:f};clock=0123456789abcdef"
+        known = [(5.0, written) for written in ("t={:f}", "{:.0f}", own)]
+        unknown = [(3600.0, "t={:f}"), (-5.0, "t={:f}"), (3600.0, own), (-5.0, own), (5.0, other), (0.0, "soon")]
+        for age_s, written in (*known, *unknown):
             sent = ((REQUEST_START, written.format((time.time() - age_s) * unit)),)
             finish = (await collect(b.stub.Generate(request(), metadata=sent)))[-1].finish
             parts = {part.stage: to_seconds(part.duration) for part in finish.timings.parts}
             inbound = parts.pop(Stage.INBOUND, 0.0)
-            assert inbound >= 3.9 if age_s == 5.0 else inbound == 0
+            assert inbound >= 3.9 if (age_s, written) in known else inbound == 0
             total = sum(parts.values()) + to_seconds(finish.timings.unexplained)
             assert total == pytest.approx(to_seconds(finish.timings.total), abs=1e-3)
+
+
+async def test_python_client_on_the_same_machine_says_when_it_called() -> None:
+    async with bench(FakeWorker(FILES)) as b, AsyncClient(b.router.server.address) as client:
+        for metadata, least_s in (((), 0.0), ({REQUEST_START: f"t={time.time() - 5:f}"}, 3.9)):
+            finish = (await client.generate("say", max_tokens=2, metadata=metadata)).answers[0].finish
+            assert finish is not None
+            (inbound,) = [part for part in finish.timings.parts if part.stage == Stage.INBOUND]
+            assert to_seconds(inbound.duration) > least_s
 
 
 async def test_client_that_stops_reading_is_found() -> None:

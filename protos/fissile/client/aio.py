@@ -113,7 +113,7 @@ class _AsyncCalls:
         if self._cancelled.is_set():
             raise cancelled()
         method = getattr(self._client.stub(call.target), call.method)
-        self._call = method(call.request, timeout=call.timeout_s, metadata=call.metadata)
+        self._call = method(call.request, timeout=call.timeout_s, metadata=call.sent_metadata(time.time()))
         return self._call
 
 
@@ -492,7 +492,9 @@ class AsyncClient(BaseClient[AsyncStream]):
             call = attempts.next(time.monotonic())
             method = getattr(self.stub(call.target), call.method)
             try:
-                return asked.made_of(await method(call.request, timeout=call.timeout_s, metadata=call.metadata))
+                return asked.made_of(
+                    await method(call.request, timeout=call.timeout_s, metadata=call.sent_metadata(time.time()))
+                )
             except grpc.aio.AioRpcError as error:
                 wait_s = attempts.failed(error_of(error), time.monotonic())
             except asyncio.CancelledError:

@@ -8,7 +8,7 @@ from google.protobuf.message import Message
 
 from fissile.client.calls import Event, events_of
 from fissile.client.errors import FissileError
-from fissile.client.messages import Request, Response, SentMetadata
+from fissile.client.messages import Request, Response, SentMetadata, with_start
 from fissile.client.progress import Progress
 from fissile.client.retries import Retries
 from fissile.v1 import inference_pb2 as pb
@@ -25,6 +25,10 @@ class Call:
     request: Message
     timeout_s: float | None
     metadata: SentMetadata
+
+    def sent_metadata(self, unix_s: float) -> SentMetadata:
+        """The metadata, with the time at which the call is sent unless the caller gave one."""
+        return with_start(self.metadata, unix_s)
 
 
 class CallAttempts:

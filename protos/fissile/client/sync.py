@@ -108,7 +108,7 @@ class _SyncCalls:
         call = self.attempts.next(time.monotonic())
         method = getattr(self._client.stub(call.target), call.method)
         with self._client.cancelled_if_closed():
-            self._call = method(call.request, timeout=call.timeout_s, metadata=call.metadata)
+            self._call = method(call.request, timeout=call.timeout_s, metadata=call.sent_metadata(time.time()))
         # Another thread may have cancelled before it could see this call.
         if self._cancelled.is_set():
             raise cancelled()
@@ -474,7 +474,9 @@ class Client(BaseClient[Stream]):
             method = getattr(self.stub(call.target), call.method)
             try:
                 with self.cancelled_if_closed():
-                    return asked.made_of(method(call.request, timeout=call.timeout_s, metadata=call.metadata))
+                    return asked.made_of(
+                        method(call.request, timeout=call.timeout_s, metadata=call.sent_metadata(time.time()))
+                    )
             except grpc.RpcError as error:
                 if self._closed.is_set():
                     raise cancelled() from None
