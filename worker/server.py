@@ -408,13 +408,13 @@ async def _first(*work: Awaitable[Any]) -> int:
 async def _run_ranks(options: WorkerOptions, stop: asyncio.Event) -> int:
     threads = threads_per_rank(options.threads, options.topology.ranks_per_node)
     health = None if options.health_port is None else HealthServer(options.host, options.health_port)
-    return await run_node(options.topology, options.config.model, threads, stop, health)
+    return await run_node(options.topology, options.config.model, threads, stop, options.drain_timeout_s, health)
 
 
 async def run_worker(options: WorkerOptions) -> int:
     """Serves until SIGTERM or SIGINT, then drains; a second signal ends the process at once. Returns the exit code.
 
-    On a machine that is not the first of several, serves ranks only, without draining.
+    On a machine that is not the first of several, serves ranks only, until the engine on the first one has drained.
 
     Raises:
         CommandError: something must be changed; one line.

@@ -45,6 +45,7 @@ RANKS_ONLY: Final = Mode(
             "dist_init",
             "dist_secret",
             "threads",
+            "drain_timeout",
             "health_port",
             "host",
             "log_level",

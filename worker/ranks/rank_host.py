@@ -1,7 +1,8 @@
 """A machine that serves ranks only (`fissile worker --node-rank 1`): keeps its ranks running for an engine elsewhere.
 
 A rank that is not connected waits for the engine; one whose engine has ended ends too and is started anew, so the
-machine is ready for the engine's next start. What is wrong with the model the engine says, on its own machine.
+machine is ready for the engine's next start. What is wrong with the model the engine says, on its own machine. All
+machines of a group often get SIGTERM at once, so ranks stay for the answers of an engine that drains.
 
 With a health port, liveness is SERVING while this process runs. Readiness is SERVING while the processes of all its
 ranks run.
@@ -29,15 +30,21 @@ _AGAIN_S: Final = 1.0
 
 
 async def run_node(
-    topology: Topology, model: str, threads: int, stop: asyncio.Event, health: HealthServer | None = None
+    topology: Topology,
+    model: str,
+    threads: int,
+    stop: asyncio.Event,
+    drain_timeout_s: float,
+    health: HealthServer | None = None,
 ) -> int:
-    """Keeps this machine's ranks running until `stop`. Returns the exit code.
+    """Keeps this machine's ranks running until `stop`, and then until their engine has ended. Returns the exit code.
 
     Args:
         topology: all ranks, and which of them run on this machine.
         model: checkpoint folder.
         threads: threads of each rank.
-        stop: event that ends the ranks.
+        stop: event after which no rank is started again.
+        drain_timeout_s: longest time after `stop` for an engine that drains at the same time.
         health: health service for probes; None opens no port.
 
     Raises:
@@ -59,6 +66,9 @@ async def run_node(
     ]
     try:
         await asyncio.gather(*(rank.keep(stop) for rank in ranks))
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(drain_timeout_s):
+                await asyncio.gather(*(rank.drain() for rank in ranks))
     finally:
         for rank in ranks:
             rank.end()
@@ -101,6 +111,12 @@ class _Kept:
             if not stop.is_set():
                 log.info("rank ended; starting it again", rank=self._rank, exit_code=self._process.returncode)
                 await _wait(stop, _AGAIN_S)
+
+    async def drain(self) -> None:
+        """Ends a rank that waits for an engine. Waits for the end of one that has an engine, which ends it."""
+        if self._process is not None:
+            self._process.terminate()
+            await asyncio.to_thread(self._process.wait)
 
     def end(self) -> None:
         if self._process is not None:

@@ -322,11 +322,14 @@ def main() -> None:
     """Runs one rank until its engine ends."""
     rank, target, model = sys.argv[1:]
     # A terminal's Ctrl-C and an init system's SIGTERM go to all processes; the engine drains and then ends its ranks.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     guard_standard_streams()
     setup_logging(service=f"rank-{rank}")
+    if target.startswith("fd:"):
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
     link = Link(*_connect(target, int(rank)))
+    # Until then, SIGTERM ends a rank that waits for an engine on another machine.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     serve(Rank(int(rank), link, model), link)
     # Without the interpreter's end: other threads may be inside of a collective.
     exit_now(0)

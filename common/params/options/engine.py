@@ -207,8 +207,9 @@ _RANKS: Final = (
         "--nnodes", "FISSILE_NNODES",
         "Number of machines that the ranks are spread over, equally many on each. Run this command on all of them with "
         "the same --tp-size, --nnodes, --dist-init and --model, and with --node-rank 0, 1, ...: machine 0 serves "
-        "requests. The others run ranks only, and also accept --dist-secret, --threads, --health-port with --host, and "
-        "--log-level. auto takes all three from LeaderWorkerSet, torchrun or Slurm; port 4100 of machine 0.",
+        "requests. The others run ranks only, and also accept --dist-secret, --threads, --drain-timeout, --log-level, "
+        "and --health-port with --host. auto takes all three from LeaderWorkerSet, torchrun or Slurm; port 4100 of "
+        "machine 0.",
         (WORKER,), NodeCount(), 1, metavar="N|auto",
     ),
     Option(

@@ -8,10 +8,8 @@ serves, `rank` for the others, which run ranks only.
 {{- $tls := and $root.Values.tls.enabled (ne $role "rank") -}}
 {{- /* Ranks speak no gRPC beside health, and the kubelet's probes no TLS: health has a port of its own then. */ -}}
 {{- $probed := or $tls (eq $role "rank") | ternary 50063 50061 -}}
-{{- $own := dict -}}
-{{- if ne $role "rank" -}}
-{{- $own = dict "drain-timeout" (printf "%ds" (int $values.drainTimeoutSeconds)) "metrics-port" 9464 -}}
-{{- end -}}
+{{- $own := dict "drain-timeout" (printf "%ds" (int $values.drainTimeoutSeconds)) -}}
+{{- if ne $role "rank" -}}{{- $_ := set $own "metrics-port" 9464 -}}{{- end -}}
 {{- if $tls -}}
 {{- $_ := set $own "tls-cert" "/etc/fissile-tls/tls.crt" -}}
 {{- $_ := set $own "tls-key" "/etc/fissile-tls/tls.key" -}}
@@ -149,7 +147,7 @@ spec:
 {{- $root := index . 0 -}}{{- $own := index . 2 -}}
 {{- $known := index ($root.Files.Get "files/options.json" | fromJson) "worker" -}}
 {{- $all := include "fissile.options" (list $root "worker" $own) | fromJson -}}
-{{- $taken := list "model" "tp-size" "enable-expert-parallel" "dp-size" "threads" "log-level" "health-port" "dist-secret" -}}
+{{- $taken := list "model" "tp-size" "enable-expert-parallel" "dp-size" "threads" "log-level" "drain-timeout" "health-port" "dist-secret" -}}
 {{- range $option, $value := $all -}}
 {{- if or (ne (index $ 1) "rank") (has $option $taken) }}
 - {name: {{ index $known $option }}, value: {{ include "fissile.text" $value | quote }}}

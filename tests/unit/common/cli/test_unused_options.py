@@ -184,8 +184,8 @@ def node_arguments(monkeypatch: pytest.MonkeyPatch, folder: Path, arguments: Seq
     seen: list[object] = []
 
     async def run_node(*passed: Any) -> int:
-        topology, model, threads, _, health = passed
-        seen.append((topology, model, threads, health.address, health._wanted_port))
+        topology, model, threads, _, drain_timeout_s, health = passed
+        seen.append((topology, model, threads, drain_timeout_s, health.address, health._wanted_port))
         return 0
 
     monkeypatch.setattr(server, "run_node", run_node)
@@ -208,6 +208,7 @@ def test_rank_machine_uses_each_accepted_option(monkeypatch: pytest.MonkeyPatch,
         "dist_init": ["--dist-init", "tcp://b:2"],
         "dist_secret": ["--dist-secret", str(secret)],
         "threads": ["--threads", "7"],
+        "drain_timeout": ["--drain-timeout", "3s"],
         "health_port": ["--health-port", "3"],
         "host": ["--host", "::1"],
     }
