@@ -24,7 +24,7 @@ from kernels.cpu import instruction_sets, library, linear
 # (outputs, inputs) of queries, keys and values together; output; gate and up together; down.
 SHAPES = ((4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072))
 HEAD = ((151936, 1024),)
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, **linear.FORMATS}
 
 
 @dataclass(frozen=True)
@@ -47,10 +47,10 @@ class Candidate:
 
 
 def packed(name: str, lib: CDLL, weights: list[torch.Tensor], dtype: torch.dtype, layers: int) -> Candidate:
-    """A candidate; int8 is packed of bfloat16."""
-    own = torch.bfloat16 if dtype == torch.int8 else dtype
+    """A candidate; int8 and int4 are packed of bfloat16."""
+    own = torch.bfloat16 if dtype in linear.FORMATS.values() else dtype
     return Candidate(
-        name, lib, own, [[linear.pack(lib, weight, None, own, dtype) for weight in weights] for _ in range(layers)]
+        name, lib, own, [[linear.pack_any(lib, weight, None, own, dtype) for weight in weights] for _ in range(layers)]
     )
 
 

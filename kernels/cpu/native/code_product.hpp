@@ -11,7 +11,7 @@
 //   Column            a vector of decoded numbers for one Factor
 //   ROWS              most rows of a tile
 //   FEW_ROWS          most rows that decode in registers
-//   panels(rows)      panels that a tile of `rows` rows multiplies at once
+//   panels(rows)      panels that a tile of `rows` rows multiplies at once, if it decodes in registers
 //   add()             a sum plus the products of a Factor and a Column
 //   Decoder<BITS>     load() of a vector of packed numbers, and its `COUNT` columns by column()
 //   pack_rows()       copies rows of x to [Factors][rows]
@@ -161,11 +161,16 @@ struct Decoded {
   FISSILE_INLINE Loaded column(Loaded loaded, int) { return loaded; }
 };
 
+// Panels that tiles of decoded numbers multiply at once.
+template <class Math>
+constexpr int DECODED_PANELS = Math::panels(Math::ROWS);
+
 template <class Math, class Source, int ROW_COUNT>
 void multiply_panels(int64_t panels, const CodeLayout& layout, BlockRows<typename Math::Factor> x,
                      const CodeBlock& block, const char* next, float* totals, int64_t width) {
+  constexpr int MOST = Source::COUNT > 1 ? Math::panels(ROW_COUNT) : DECODED_PANELS<Math>;
   if (panels == 1) multiply_codes<Math, Source, ROW_COUNT, 1>(layout, x, block, next, totals, width);
-  else multiply_codes<Math, Source, ROW_COUNT, Math::panels(ROW_COUNT)>(layout, x, block, next, totals, width);
+  else multiply_codes<Math, Source, ROW_COUNT, MOST>(layout, x, block, next, totals, width);
 }
 
 // Calls multiply_panels for `rows` rows, FIRST to LAST.
@@ -203,7 +208,7 @@ void decode_block(const CodeLayout& layout, const char* packed, const char* next
 template <class Math>
 class CodeProduct {
   using Factor = typename Math::Factor;
-  static constexpr int64_t TASK_TILES = 6;
+  static constexpr int64_t TASK_TILES = 72 / Math::ROWS;
   // Columns of a task: fewer with many rows, so that threads end at about the same time.
   static constexpr int64_t FEW_ROWS_PANELS = 4, PANELS = 2;
   static constexpr int64_t FACTORS = K_BLOCK / Math::STEP;
@@ -310,7 +315,7 @@ class CodeProduct {
   }
 
   void multiply(int64_t panels) const {
-    const int64_t most = Math::panels(tile_of(work_, first_tile_).rows);
+    const int64_t most = in_registers(work_) ? Math::panels(work_.rows) : DECODED_PANELS<Math>;
     for (int64_t block = 0; block < blocks(work_); block++)
       for (int64_t p = 0, count; p < panels; p += count) {
         count = panels - p >= most ? most : 1;

@@ -108,7 +108,8 @@ struct PairMath {
   using Factor = uint32_t;
   using Column = Words;
   static constexpr int STEP = 2;
-  static constexpr int ROWS = 12, FEW_ROWS = 8;
+  // With tiles of 12 rows a prompt of 144 tokens took 6 % longer on Zen 5.
+  static constexpr int ROWS = 8, FEW_ROWS = 8;
 
   static constexpr int panels(int64_t rows) { return rows <= 5 ? 4 : 2; }
 

@@ -39,7 +39,7 @@ constexpr int64_t BLOCK_SCALES = PANEL * 4;
 
 // Weights in codes (kernels/grouped_weight.py) have a dtype from GROUPED on, which says how. Bit 0: 8 bits, otherwise 4.
 // Bits 1 and 2: dtype of the scales: float32, bfloat16, float16. Bit 3: groups have offsets. Bits 4 and 5: columns that
-// share a scale, 16, 32, 64 or 128. kernels/cpu/codes.py makes the number.
+// share a scale, 16, 32, 64 or 128. pack_codes() in kernels/cpu/linear.py makes the number.
 constexpr int64_t GROUPED = 256;
 
 constexpr bool is_grouped(int64_t dtype) { return dtype >= GROUPED; }
