@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import threading
 from collections.abc import Iterator
 from importlib import import_module
 from importlib.util import find_spec
@@ -15,6 +16,7 @@ from types import ModuleType
 from typing import Any, Final
 
 _TORCH: Final = "torch"
+_lock: Final = threading.RLock()
 
 
 class _DeferredTorch(ModuleType):
@@ -30,19 +32,20 @@ def deferred_torch() -> Iterator[None]:
     """Makes `import torch` bind a placeholder, which loads PyTorch on first use. No-op once PyTorch is loaded.
 
     Modules imported in this context keep the placeholder and work with the real PyTorch later. Other modules never
-    see the placeholder.
+    see the placeholder. One thread at a time: two that import `transformers` at once fail.
     """
-    spec = None if _TORCH in sys.modules else find_spec(_TORCH)
-    if spec is None:
-        yield
-        return
-    stand_in = _DeferredTorch(_TORCH)
-    stand_in.__spec__ = spec
-    sys.modules[_TORCH] = stand_in
-    try:
-        yield
-    finally:
-        _remove(stand_in)
+    with _lock:
+        spec = None if _TORCH in sys.modules else find_spec(_TORCH)
+        if spec is None:
+            yield
+            return
+        stand_in = _DeferredTorch(_TORCH)
+        stand_in.__spec__ = spec
+        sys.modules[_TORCH] = stand_in
+        try:
+            yield
+        finally:
+            _remove(stand_in)
 
 
 def _remove(stand_in: ModuleType) -> None:

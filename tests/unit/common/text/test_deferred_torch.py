@@ -78,3 +78,18 @@ def test_config_classes_without_torch_print_no_warning() -> None:
     """Without PyTorch `transformers` prints install advice and warnings about entries that the worker checks."""
     run = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True, check=False)
     assert (run.returncode, run.stdout, run.stderr) == (0, "", "")
+
+
+TWO_THREADS = """
+from concurrent.futures import ThreadPoolExecutor
+from common.text.tokenizer_reading import import_transformers
+
+with ThreadPoolExecutor(2) as pool:
+    for done in [pool.submit(import_transformers) for _ in range(2)]:
+        done.result()
+"""
+
+
+def test_two_threads_may_import_transformers_at_once() -> None:
+    run = subprocess.run([sys.executable, "-c", TWO_THREADS], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
