@@ -212,8 +212,10 @@ class Tokenizer:
         """
         try:
             return cls(files)
-        # The files are JSON of any shape.
-        except (AttributeError, LookupError, StopIteration, TypeError, ValueError) as error:
+        except TokenizerError:
+            raise
+        # The files are JSON of any shape, and the library raises plain Exception.
+        except Exception as error:
             said = f"{type(error).__name__}: {_one_line(error)}"
             raise tokenizer_fault(files, f"the tokenizer's files are not of their usual form: {said}") from None
 

@@ -294,8 +294,10 @@ def _read_json(path: Path) -> dict[str, Any] | None:
 def _text_part(config: dict[str, Any]) -> dict[str, Any]:
     """config.json of a multimodal model's text part, completed by entries of the whole; other files as they are."""
     named, text = config.get("architectures"), config.get("text_config")
-    parts = [text_part_arch_dict[each] for each in named or () if each in text_part_arch_dict]
-    if not isinstance(named, list) or not parts or not isinstance(text, dict):
+    if not isinstance(named, list) or not isinstance(text, dict):
+        return config
+    parts = [text_part_arch_dict[each] for each in map(str, named) if each in text_part_arch_dict]
+    if not parts:
         return config
     whole = {key: config[key] for key in _OF_WHOLE if key in config}
     return {**whole, **text, "architectures": parts, "model_type": model_type(parts[0])}
@@ -370,15 +372,15 @@ def _model_type(config: Mapping[str, Any], decoder: str) -> str:
 
 def _architecture(config: Mapping[str, Any], supported: Collection[str]) -> str:
     named = config.get("architectures") or []
-    if not isinstance(named, list):
+    if not isinstance(named, list) or not all(isinstance(name, str) for name in named):
         raise ValueError(f"architectures is {named!r}; it must be a list of names")
     for architecture in named:
-        if architecture in supported or parted(str(architecture))[0] in supported:
+        if architecture in supported or parted(architecture)[0] in supported:
             return str(architecture)
     for architecture in named:
         if architecture in refused_arch_dict:
             raise ModelError(f"architecture not supported: {architecture}: {refused_arch_dict[architecture]}")
-    found = ", ".join(map(str, named)) or "none named"
+    found = ", ".join(named) or "none named"
     relatives = ", and the same with Model or ForSequenceClassification at the end" if _have_heads(supported) else ""
     raise ModelError(f"architecture not supported: {found}; supported: {', '.join(supported)}{relatives}")
 

@@ -208,8 +208,7 @@ class CheckpointIndex:
         if found is None:
             return None
         if layout.shape and layer + layout.shape in self._entries:
-            found[layout.shape] = entry = self._use(layer + layout.shape)
-            self._check_shape(layer + layout.shape, entry, (2,))
+            found |= self._parts(layer, {layout.shape: (("I32", "I64"), (2,))}) or {}
         entries = WordEntries(
             codes,
             found[layout.scales],

@@ -325,6 +325,8 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
         ({"num_hidden_layers": True}, "num_hidden_layers is True; it must be a whole number"),
         ({"eos_token_id": ["a"]}, r"eos_token_id is \['a'\]; it must be a token id, or a list of them"),
         ({"architectures": "LlamaForCausalLM"}, "architectures is 'LlamaForCausalLM'; it must be a list of names"),
+        ({"architectures": True}, "architectures is True; it must be a list of names"),
+        ({"architectures": [["x"]], "text_config": {}}, r"architectures is \[\['x'\]\]; it must be a list of names"),
     ],
 )
 def test_invalid_config_value_error_is_one_line(tmp_path: Path, changes: dict[str, Any], message: str) -> None:

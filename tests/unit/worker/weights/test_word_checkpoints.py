@@ -189,6 +189,11 @@ I32 = np.int32
             instead(".weight_zero_point", "I32", np.zeros((6, 2), I32)),
             f"surplus {LAYER}.weight_zero_point",
         ),
+        (
+            "compressed-tensors",
+            instead(".weight_shape", "F64", np.array([48, 64], np.float64)),
+            f"{LAYER}.weight_shape is F64, expected I32 or I64",
+        ),
         ("compressed-tensors-asymmetric-g128", without(".weight_zero_point"), f"missing {LAYER}.weight_zero_point"),
         ("compressed-tensors-act-order", without(".weight_g_idx"), f"missing {LAYER}.weight_g_idx"),
     ],
