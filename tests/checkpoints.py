@@ -73,6 +73,18 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
             "logits_scaling": 6.0,
         },
     ),
+    "granitemoe": (
+        "GraniteMoe",
+        {
+            "embedding_multiplier": 12.0,
+            "attention_multiplier": 0.15,
+            "residual_multiplier": 0.8,
+            "logits_scaling": 6.0,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "intermediate_size": 40,
+        },
+    ),
     "smollm3": ("SmolLM3", {"no_rope_layer_interval": 2}),
     "qwen2_moe": (
         "Qwen2Moe",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.parity.published_configs import _KIMI_ROPE, PUBLISHED, _deepseek, _entries
+from tests.parity.published_configs import _KIMI_ROPE, PUBLISHED, _deepseek, _entries, _granite
 
 
 def _gemma2(*sizes: int, scalar: int, head_dim: int = 256) -> dict[str, Any]:
@@ -128,7 +128,15 @@ def _kimi_k2_thinking() -> dict[str, Any]:
     return {**PUBLISHED["Kimi-K2"], **own, "quantization_config": quantization}
 
 
+def _granite_moe(*sizes: int, **entries: Any) -> dict[str, Any]:
+    named = {"architectures": ["GraniteMoeForCausalLM"], "model_type": "granitemoe", "num_experts_per_tok": 8}
+    shared = {"logits_scaling": 6.0, "output_router_logits": False, "router_aux_loss_coef": 0.0}
+    return {**_granite(*sizes), **named, **shared, "rope_theta": 1500000.0, **entries}
+
+
 SERVED: dict[str, dict[str, Any]] = {
+    "granite-3.1-1b-a400m": _granite_moe(1024, 512, 24, 16, 8, 49155, 131072, num_local_experts=32),
+    "granite-3.1-3b-a800m": _granite_moe(1536, 512, 32, 24, 8, 49155, 131072, num_local_experts=40),
     # Its published model_type is kimi_k2, as of Kimi-K2.
     "Kimi-K2-Thinking": _kimi_k2_thinking(),
     "gemma-2-2b": _gemma2(2304, 9216, 26, 8, 4, scalar=256),

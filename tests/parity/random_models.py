@@ -96,6 +96,19 @@ def phi3(rnd: random.Random) -> Entries:
     return {**window, **heads, "original_max_position_embeddings": 1024, "rope_parameters": scaling}
 
 
+def granite(rnd: random.Random, **choices: list[Any]) -> Entries:
+    """Factors of embeddings, scores, residuals and logits."""
+    return whole_rope(
+        rnd,
+        attention_bias=[False, True],
+        embedding_multiplier=[1.0, 12.0],
+        attention_multiplier=[0.1, 0.3],
+        residual_multiplier=[0.5, 1.0],
+        logits_scaling=[1.0, 8.0],
+        **choices,
+    )
+
+
 def smollm3(rnd: random.Random) -> Entries:
     """Layers without rotation, listed or by interval."""
     return {
@@ -152,15 +165,8 @@ DRAWS: Final[dict[str, Draw]] = {
     "qwen3": lambda rnd: whole_rope(rnd, attention_bias=[False, True]) | windows(rnd),
     "mistral": lambda rnd: whole_rope(rnd, sliding_window=[None, 17, 40]),
     "phi3": phi3,
-    "granite": lambda rnd: whole_rope(
-        rnd,
-        attention_bias=[False, True],
-        mlp_bias=[False, True],
-        embedding_multiplier=[1.0, 12.0],
-        attention_multiplier=[0.1, 0.3],
-        residual_multiplier=[0.5, 1.0],
-        logits_scaling=[1.0, 8.0],
-    ),
+    "granite": lambda rnd: granite(rnd, mlp_bias=[False, True]),
+    "granitemoe": lambda rnd: granite(rnd, num_local_experts=[3, 8], num_experts_per_tok=[1, 2]),
     "smollm3": smollm3,
     "gemma2": lambda rnd: whole_rope(
         rnd,

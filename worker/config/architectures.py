@@ -16,6 +16,7 @@ support_model_arch_dict: dict[str, str] = {
     "MistralForCausalLM": "worker.model.models.mistral:MistralForCausalLM",
     "Phi3ForCausalLM": "worker.model.models.phi3:Phi3ForCausalLM",
     "GraniteForCausalLM": "worker.model.models.granite:GraniteForCausalLM",
+    "GraniteMoeForCausalLM": "worker.model.models.granitemoe:GraniteMoeForCausalLM",
     "SmolLM3ForCausalLM": "worker.model.models.smollm3:SmolLM3ForCausalLM",
     "MixtralForCausalLM": "worker.model.models.mixtral:MixtralForCausalLM",
     "Gemma2ForCausalLM": "worker.model.models.gemma2:Gemma2ForCausalLM",

@@ -58,13 +58,11 @@ class MemoryTier:
             start = entry.slot * self._width
             return self._area[start : start + self._width]
 
-    def put(self, name: bytes, parent: bytes, value: bytes) -> bool:
-        """Keeps a value, unless the name has one. False without room for any."""
+    def put(self, name: bytes, parent: bytes, value: bytes) -> None:
+        """Keeps a value; a no-op if the name has one, or if there is no room for any."""
         with self._lock:
-            if name in self._entries:
-                return True
-            if len(value) != self._width or not (self._free or self._evict(parent)):
-                return False
+            if name in self._entries or len(value) != self._width or not (self._free or self._evict(parent)):
+                return
             slot = self._free.pop()
             self._area[slot * self._width : (slot + 1) * self._width] = value
             # Only a parent that is here now counts its children, and stays as long as it has any.
@@ -72,18 +70,13 @@ class MemoryTier:
             self._touch(name, entry)
             if entry.parent:
                 self._entries[parent].num_children += 1
-            return True
 
     def drop(self, name: bytes) -> None:
         """Forgets a value; blocks behind it stay until they are the least recently used."""
         with self._lock:
             entry = self._entries.get(name)
-            if entry is None:
-                return
-            for each in self._entries.values() if entry.num_children else ():
-                if each.parent == name:
-                    each.parent = b""
-            self._remove(name, entry)
+            if entry is not None and not entry.num_children:
+                self._remove(name, entry)
 
     def clear(self) -> None:
         """Forgets all values."""
@@ -91,10 +84,6 @@ class MemoryTier:
             self._free += [entry.slot for entry in self._entries.values()]
             self._entries.clear()
             self._ends.clear()
-
-    def close(self) -> None:
-        """Forgets all values."""
-        self.clear()
 
     def _touch(self, name: bytes, entry: _Entry) -> None:
         entry.used = next(self._ticks)
