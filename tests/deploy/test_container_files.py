@@ -23,6 +23,8 @@ FILES = sorted((DEPLOY / "docker").glob("*.Dockerfile"))
 FOREIGN = {
     "AITER_JIT_DIR",
     "TRITON_CACHE_DIR",
+    "NVIDIA_VISIBLE_DEVICES",
+    "NVIDIA_DRIVER_CAPABILITIES",
     "PATH",
     "HF_HOME",
     "PYTHONUNBUFFERED",
@@ -48,7 +50,7 @@ def ignored() -> list[str]:
 
 
 def test_router_and_workers_have_spans() -> None:
-    assert [path.stem for path in FILES] == ["router", "worker-cpu", "worker-rocm"]
+    assert [path.stem for path in FILES] == ["router", "worker-cpu", "worker-cuda", "worker-rocm"]
 
 
 @each_file
@@ -115,8 +117,13 @@ def test_copied_files_exist_and_are_not_ignored(path: Path) -> None:
 
 def test_installed_extras_exist() -> None:
     installed = {path.stem: re.findall(r'"\.\[([a-z,]+)\]"', path.read_text()) for path in FILES}
-    assert installed == {"router": ["router,http"], "worker-cpu": ["worker,smg,cpu"], "worker-rocm": ["worker,smg"]}
-    # The pattern by which the CPU file finds the version of PyTorch.
+    assert installed == {
+        "router": ["router,http"],
+        "worker-cpu": ["worker,smg,cpu"],
+        "worker-cuda": ["worker,smg,triton"],
+        "worker-rocm": ["worker,smg"],
+    }
+    # The pattern by which the files for CPUs and CUDA find the version of PyTorch.
     pinned = re.search(r'^cpu = \["(torch==[^"]+\+cpu)"\]', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     assert pinned is not None
 

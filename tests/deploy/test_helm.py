@@ -102,7 +102,7 @@ WRONG = {
     "facade.enabled=true,facade.options.queue-size=1": 'facade.options: "queue-size" is no option of `fissile http`',
     "router.options.port=1": 'router.options: the chart sets "port" itself',
     "worker.gpu.vendor=amd": "use fissile-worker-rocm",
-    "worker.gpu.vendor=nvidia": "name yours in worker.image.repository",
+    "worker.gpu.vendor=nvidia": "use fissile-worker-cuda",
     "worker.cache.kind=hostPath": "worker.cache.name: the folder on the node",
     "worker.kind=leaderWorkerSet,worker.cache.kind=volumeClaim": "worker.cache.kind: volumeClaim is for",
     "autoscaling.kind=hpa,autoscaling.minReplicas=0": "autoscaling.minReplicas is 0: that needs kind keda",

@@ -69,9 +69,6 @@ each_worker = pytest.mark.parametrize(
 def file_of(variant: str, component: str) -> ContainerFile:
     """The container file that the image of a container comes from."""
     name, _, version = container(variant, component)["image"].partition(":")
-    if name == "registry.example.com/llm/worker-cuda":
-        # There is none for NVIDIA's GPUs; it would be made like this one.
-        return ContainerFile.read(DEPLOY / "docker" / "worker-rocm.Dockerfile")
     name = name.removeprefix("registry.example.com/llm/")
     if variant != "nvidia":
         assert version == re.findall(r'^version = "(.+)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)[0]
