@@ -32,7 +32,6 @@ from tests.deploy.manifests import (
     CHART,
     COMMAND_OF,
     COMPONENTS_OF,
-    PLAIN,
     VARIANTS,
     Object,
     all_objects,
@@ -538,19 +537,23 @@ def test_mtls_variant_connects_routers_and_workers(tmp_path: Path) -> None:
         router.wait_serving(READINESS)
 
 
-def test_plain_manifests_are_the_chart_with_its_defaults() -> None:
-    """After a change: helm template fissile deploy/helm/fissile > deploy/kubernetes/base/fissile.yaml"""
-    result = template()
+@pytest.mark.parametrize("variant", ["base", "groups"])
+def test_plain_manifests_are_the_chart_with_its_values(variant: str) -> None:
+    """After a change, in deploy, for each VARIANT:
+    helm template fissile helm/fissile -f helm/fissile/ci/VARIANT.yaml > kubernetes/VARIANT/fissile.yaml
+    """
+    result = template("-f", CHART / "ci" / f"{variant}.yaml")
     assert result.returncode == 0, result.stderr
-    assert result.stdout == PLAIN.read_text("utf-8")
+    assert result.stdout == (DEPLOY / "kubernetes" / variant / "fissile.yaml").read_text("utf-8")
 
 
-def test_kustomization_has_all_plain_manifests() -> None:
-    result = run([tool("kubectl"), "kustomize", PLAIN.parent])
+@pytest.mark.parametrize("variant", ["base", "groups"])
+def test_kustomization_has_all_plain_manifests(variant: str) -> None:
+    result = run([tool("kubectl"), "kustomize", DEPLOY / "kubernetes" / variant])
     assert result.returncode == 0, result.stderr
 
     def key(found: Object) -> tuple[str, str]:
         return found["kind"], found["metadata"]["name"]
 
     made = sorted(yaml.safe_load_all(result.stdout), key=key)
-    assert made == sorted(all_objects("base"), key=key)
+    assert made == sorted(all_objects(variant), key=key)

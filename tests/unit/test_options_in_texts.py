@@ -22,7 +22,7 @@ _CODE_BLOCK = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 # Options of other programs, by program.
 FOREIGN = {
     "pip": {"--extra-index-url", "--index-url", "--constraint"},
-    "docker": {"--build-arg", "--name", "--network", "--time", "--format", "--ulimit"},
+    "docker": {"--build-arg", "--name", "--network", "--time", "--format", "--gpus", "--ulimit"},
     "kubectl": {"--replicas", "--from-literal"},
     "helm": {"--create-namespace", "--namespace", "--set"},
     "buf curl": {"--protocol", "--http2-prior-knowledge", "--list-methods"},

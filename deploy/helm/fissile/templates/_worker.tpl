@@ -43,7 +43,7 @@ spec:
   terminationGracePeriodSeconds: {{ add $values.drainTimeoutSeconds 10 }}
   securityContext: {{- include "fissile.podSecurity" $root | nindent 4 }}
     {{- if eq $values.gpu.vendor "amd" }}
-    supplementalGroups: {{ toJson $values.gpu.supplementalGroups }}
+    supplementalGroups: {{ toJson $values.gpu.supplementalGroups | replace "," ", " }}
     {{- end }}
   containers:
     - name: worker
