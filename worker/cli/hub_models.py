@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -86,7 +87,7 @@ class CachedModel:
 
     Attributes:
         name: as `--model` takes it.
-        revision: commit.
+        revision: commit; "" for a download that was interrupted before any commit had a file.
         refs: branches and tags of this commit.
         size: bytes.
         architecture: from config.json; "" without one.
@@ -107,7 +108,11 @@ class CachedModel:
 @options("list")
 def list_models(as_json: bool) -> None:
     """List the models in the cache of this machine, and whether a worker can serve them."""
-    rows = (row for repo in _repositories() for row in _rows(repo))
+    repositories = _repositories()
+    rows = [row for repo in repositories for row in _rows(repo)] + [
+        CachedModel(name, "", (), _stored_bytes(folder), "", "its download is not complete", str(folder))
+        for name, folder in _interrupted(repositories).items()
+    ]
     found = sorted(rows, key=lambda row: (row.name, row.revision))
     if as_json:
         click.echo(json.dumps([asdict(row) for row in found]))
@@ -183,10 +188,16 @@ def remove(models: tuple[str, ...], as_json: bool) -> None:
     from huggingface_hub import scan_cache_dir  # noqa: PLC0415
 
     repositories = _repositories()
-    commits = [commit for model in models for commit in _commits(repositories, model)]
-    strategy = scan_cache_dir().delete_revisions(*commits)
-    size = strategy.expected_freed_size
-    strategy.execute()
+    interrupted = _interrupted(repositories)
+    folders = [interrupted[model] for model in models if model in interrupted]
+    commits = [commit for model in models if model not in interrupted for commit in _commits(repositories, model)]
+    size = sum(map(_stored_bytes, folders))
+    for folder in folders:
+        shutil.rmtree(folder)
+    if commits:
+        strategy = scan_cache_dir().delete_revisions(*commits)
+        size += strategy.expected_freed_size
+        strategy.execute()
     if as_json:
         click.echo(json.dumps({"removed": commits, "freed_bytes": size}))
     else:
@@ -223,3 +234,16 @@ def _repositories() -> list[CachedRepoInfo]:
         return [repo for repo in scan_cache_dir().repos if repo.repo_type == "model"]
     except CacheNotFound:
         return []
+
+
+def _interrupted(repositories: Sequence[CachedRepoInfo]) -> dict[str, Path]:
+    """Folders of models with parts of files alone, by name: org/name."""
+    from huggingface_hub import constants  # noqa: PLC0415
+
+    known = {repo.repo_path.name for repo in repositories}
+    folders = [folder for folder in Path(constants.HF_HUB_CACHE).glob("models--*") if folder.name not in known]
+    return {folder.name.removeprefix("models--").replace("--", "/"): folder for folder in folders}
+
+
+def _stored_bytes(folder: Path) -> int:
+    return sum(path.lstat().st_size for path in folder.rglob("*") if not path.is_dir())
