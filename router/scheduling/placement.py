@@ -17,7 +17,7 @@ from typing import Final
 
 from common.limits import MAX_INDEX_ENTRIES, MAX_SESSIONS
 from router.scheduling.lane import Lane
-from router.scheduling.prefix_index import PrefixIndex
+from router.scheduling.prefix_index import LongestPrefix, TieredIndex
 from router.scheduling.queued_request import PlacementChoice, PrefixLookup, QueuedRequest
 
 # Assumed speed of workers that have reported none, tokens per second.
@@ -34,20 +34,24 @@ _SPARE = 64
 # Least gain for which a waiting request changes its lane: seconds, and fraction of its wait.
 _MIN_GAIN_S = 0.005
 _MIN_GAIN = 0.1
+# Assumed time to read a prefix from a memory tier that has not been read yet, as a share of the time to compute it.
+_ASSUMED_READ_SHARE = 0.5
 # A waiting request's cached prefixes are looked up again after this time, or when the longest one has changed.
 _LOOK_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class CacheChange:
-    """Granules that have entered and left a worker's prefix cache.
+    """Granules that have entered and left a worker's prefix cache and its memory tier.
 
-    `anew`: the change starts from an empty cache.
+    `anew`: the change starts from an empty cache and an empty tier.
     """
 
     stored: Sequence[int] = ()
     evicted: Sequence[int] = ()
     anew: bool = False
+    memory_stored: Sequence[int] = ()
+    memory_evicted: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,7 +266,7 @@ class LeastLoad(Placement):
         """Prefill speed of a lane's worker, tokens per second."""
         return _ASSUMED_RATE
 
-    def _refresh_lookup(self, request: QueuedRequest, lane: Lane, now: float) -> Mapping[str, int]:
+    def _refresh_lookup(self, request: QueuedRequest, lane: Lane, now: float) -> Mapping[str, float]:
         """Cached granules of the prompt on each candidate, looked up again if they may have changed."""
         return request.lookup.hits
 
@@ -360,8 +364,8 @@ class PrefixAware(LeastLoad):
 
     Cache hits and load are compared in seconds (docs/explanation/architecture.md), so that a hot prefix spreads as soon
     as waiting for its owner takes longer than computing it again. Looks at up to 4 owners of the longest cached prefix,
-    the session's lane, and the two least loaded lanes, whatever the size of the fleet. A worker that caches no prefixes
-    is judged by its load alone.
+    4 with the longest one in a memory tier, the session's lane, and the two least loaded lanes, whatever the size of
+    the fleet. A worker that caches no prefixes is judged by its load alone.
 
     Args:
         capacity: most entries of a model's index.
@@ -370,7 +374,7 @@ class PrefixAware(LeastLoad):
     def __init__(self, capacity: int = MAX_INDEX_ENTRIES) -> None:
         super().__init__()
         self._capacity = capacity
-        self._indexes: dict[str, PrefixIndex] = {}
+        self._indexes: dict[str, TieredIndex] = {}
         # The model of each worker whose cache is in an index, even while the worker is away.
         self._models: dict[str, str] = {}
         self._sessions = SessionAffinityTable()
@@ -378,10 +382,10 @@ class PrefixAware(LeastLoad):
 
     def choose(self, request: QueuedRequest, lanes: Sequence[Lane], now: float) -> Lane:
         """The lane of least cost."""
-        depth, owners = self._longest(request, now)
-        candidates = self._candidates(request, lanes, owners)
-        hits = self._hits(request, candidates, depth, owners, now)
-        request.lookup = PrefixLookup(now, depth, hits)
+        longest = self._longest(request, now)
+        candidates = self._candidates(request, lanes, longest)
+        hits = self._hits(request, candidates, longest, now)
+        request.lookup = PrefixLookup(now, longest.depth, hits)
         costs = {name: self.cost_s(request, lane, hits[name], now) for name, lane in candidates.items()}
         best = candidates[min(costs, key=lambda name: costs[name])]
         hit = hits[best.worker]
@@ -393,7 +397,7 @@ class PrefixAware(LeastLoad):
         )
         return best
 
-    def _candidates(self, request: QueuedRequest, lanes: Sequence[Lane], owners: Sequence[str]) -> dict[str, Lane]:
+    def _candidates(self, request: QueuedRequest, lanes: Sequence[Lane], longest: LongestPrefix) -> dict[str, Lane]:
         """The lanes to compare: owners, the session's lane and the least loaded; or all of `lanes` if few."""
         order = self._orders[request.model]
         if len(lanes) == len(order.lanes):
@@ -403,16 +407,18 @@ class PrefixAware(LeastLoad):
             least = order.least(_NUM_LEAST, lambda lane: lane.worker in known) if len(lanes) > _MAX_LOOKED_AT else []
             if not least:
                 return known
-        names = (*_some([name for name in owners if name in known], request.key), self._sessions.find(request))
+        names = (*_some_owners(longest, request.key, known), self._sessions.find(request))
         candidates = {name: known[name] for name in names if name in known}
         candidates.update((lane.worker, lane) for lane in least)
         return candidates
 
     def tables(self) -> dict[str, int]:
-        """Number of sessions, and of entries in the prefix indexes."""
-        return {"sessions": len(self._sessions), "prefixes": sum(map(len, self._indexes.values()))}
+        """Number of sessions, and of entries in the indexes of KV caches and of memory tiers."""
+        indexes = self._indexes.values()
+        pools, tiers = sum(len(each.pool) for each in indexes), sum(len(each.memory) for each in indexes)
+        return {"sessions": len(self._sessions), "prefixes": pools, "tier_prefixes": tiers}
 
-    def cost_s(self, request: QueuedRequest, lane: Lane, hit: int, now: float) -> tuple[float, int]:
+    def cost_s(self, request: QueuedRequest, lane: Lane, hit: float, now: float) -> tuple[float, int]:
         """Seconds to the end of the request's prefill in a lane, and the number of sequences it would run beside."""
         running = lane.load.report.decoding_seqs + lane.load.unseen_seqs + len(lane)
         return seconds_of_work(lane, _work(request, hit), self._speed(lane, now)), running
@@ -424,16 +430,17 @@ class PrefixAware(LeastLoad):
         fastest = self._fastest.get(lane.model)
         return lane.load.speed(_ASSUMED_RATE if fastest is None else fastest.rate, now)
 
-    def _refresh_lookup(self, request: QueuedRequest, lane: Lane, now: float) -> Mapping[str, int]:
+    def _refresh_lookup(self, request: QueuedRequest, lane: Lane, now: float) -> Mapping[str, float]:
         index, look, granules = self._indexes.get(request.model), request.lookup, request.granules
         if index is None:
             return {}
         is_deeper = look.depth < len(granules) and index.knows(granules[look.depth], now)
         is_gone = look.depth > 0 and not index.knows(granules[look.depth - 1], now)
         if is_deeper or is_gone or now - look.time > _LOOK_S:
-            depth, owners = index.longest(granules, now)
-            names = [*_some(owners, request.key), *(other.worker for other in self.least(request, lane)), lane.worker]
-            request.lookup = PrefixLookup(now, depth, self._hits(request, names, depth, owners, now))
+            longest = index.longest(granules, now)
+            owners = _some_owners(longest, request.key, self.lanes(request.model))
+            names = [*owners, *(other.worker for other in self.least(request, lane)), lane.worker]
+            request.lookup = PrefixLookup(now, longest.depth, self._hits(request, names, longest, now))
         return request.lookup.hits
 
     def _note_speed(self, lane: Lane) -> None:
@@ -453,24 +460,32 @@ class PrefixAware(LeastLoad):
         if lane.model not in self._orders:
             self._fastest.pop(lane.model, None)
 
-    def _longest(self, request: QueuedRequest, now: float) -> tuple[int, list[str]]:
-        """Number of granules in the prompt's longest cached prefix, and the workers that hold it."""
+    def _longest(self, request: QueuedRequest, now: float) -> LongestPrefix:
+        """The prompt's longest cached prefixes, and the workers that hold them."""
         index = self._indexes.get(request.model)
-        return (0, []) if index is None else index.longest(request.granules, now)
+        return LongestPrefix() if index is None else index.longest(request.granules, now)
 
     def _hits(
-        self, request: QueuedRequest, workers: Iterable[str], longest: int, owners: Sequence[str], now: float
-    ) -> dict[str, int]:
-        """Number of the prompt's granules cached on each worker."""
-        hits = dict.fromkeys(workers, 0)
-        if longest:
-            index, prefix = self._indexes[request.model], request.granules[:longest]
+        self, request: QueuedRequest, workers: Iterable[str], longest: LongestPrefix, now: float
+    ) -> dict[str, float]:
+        """Number of the prompt's granules cached on each worker; those in its memory tier count by what they save."""
+        hits = dict.fromkeys(workers, 0.0)
+        if longest.depth:
+            index, lanes = self._indexes[request.model], self.lanes(request.model)
+            prefix = request.granules[: longest.depth]
+            owners = longest.pool_owners if longest.pool_depth == longest.depth else ()
             for worker in hits:
                 if worker in owners:
-                    hits[worker] = longest
-                elif self._models.get(worker) == request.model:
-                    hits[worker] = index.depth(worker, prefix, now)
+                    hits[worker] = longest.depth
+                elif self._models.get(worker) == request.model and worker in lanes:
+                    depth, below = index.depths(worker, prefix, now)
+                    hits[worker] = depth + (below - depth) * (1 - self._read_share(lanes[worker], now))
         return hits
+
+    def _read_share(self, lane: Lane, now: float) -> float:
+        """Time to read a prefix from a worker's memory tier, as a share of the time to compute it."""
+        rate = lane.load.report.memory_rate
+        return min(1.0, self._speed(lane, now) / rate) if rate else _ASSUMED_READ_SHARE
 
     def lane_up(self, lane: Lane) -> None:
         """Adds the lane; its cache starts empty unless the worker returns with a known one."""
@@ -482,38 +497,41 @@ class PrefixAware(LeastLoad):
             self.cache_gone(lane.worker)
             self._models[lane.worker] = lane.model
             if lane.model not in self._indexes:
-                self._indexes[lane.model] = PrefixIndex(self._capacity)
+                self._indexes[lane.model] = TieredIndex(self._capacity)
             self._indexes[lane.model].add_worker(lane.worker)
 
     def sent(self, request: QueuedRequest, lane: Lane, now: float) -> None:
         """Expects the prompt in the worker's cache."""
         if lane.worker in self._models:
-            self._indexes[request.model].expect(lane.worker, request.granules, now)
+            self._indexes[request.model].pool.expect(lane.worker, request.granules, now)
 
     def cache_changed(self, worker: str, change: CacheChange) -> None:
-        """Applies the change to the index."""
+        """Applies the change to the indexes."""
         model = self._models.get(worker)
         if model is None:
             return
         index = self._indexes[model]
         if change.anew:
             index.add_worker(worker)
-        index.store(worker, change.stored)
+        index.pool.store(worker, change.stored)
         if change.evicted:
-            index.evict(worker, change.evicted)
+            index.pool.evict(worker, change.evicted)
+        if change.memory_stored or change.memory_evicted:
+            index.memory.store(worker, change.memory_stored)
+            index.memory.evict(worker, change.memory_evicted)
 
     def cache_gone(self, worker: str) -> None:
         """Removes the worker from the index, and the index with its last worker."""
         model = self._models.pop(worker, None)
         if model is not None:
             self._indexes[model].remove_worker(worker)
-            if not self._indexes[model].workers:
+            if not self._indexes[model].pool.workers:
                 del self._indexes[model]
 
 
-def _work(request: QueuedRequest, hit: int) -> int:
+def _work(request: QueuedRequest, hit: float) -> int:
     """Tokens to compute on a worker with `hit` cached granules; at least the last token."""
-    return max(request.tokens - hit * request.granule_tokens, 1)
+    return max(request.tokens - int(hit * request.granule_tokens), 1)
 
 
 def _among(lanes: Sequence[Lane]) -> Callable[[Lane], bool]:
@@ -525,6 +543,12 @@ def _may_serve(request: QueuedRequest, lane: Lane) -> bool:
     """True if a waiting request may move to a lane."""
     fits = lane.kind.suits(request)
     return fits and lane.worker != request.excluded_worker and not (lane.is_taken or lane.is_full)
+
+
+def _some_owners(longest: LongestPrefix, turn: int, known: Mapping[str, Lane]) -> list[str]:
+    """At most _MAX_OWNERS workers with the longest prefix in the KV cache, and as many with it in a memory tier."""
+    tiers = longest.pool_owners, longest.memory_owners
+    return [name for owners in tiers for name in _some([each for each in owners if each in known], turn)]
 
 
 def _some(owners: list[str], turn: int) -> list[str]:

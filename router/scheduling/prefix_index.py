@@ -1,4 +1,4 @@
-"""Index of the prefixes in each worker's cache, in granules of 8 blocks.
+"""Index of the prefixes in each worker's KV cache and memory tier, in granules of 8 blocks.
 
 A granule is named by the chain hash of its last block, which covers the whole prefix (common/wire/block_hash.py).
 Workers report the blocks they hold (KvEvents of the Session), whichever router sent the prompt. A prompt that this
@@ -23,7 +23,7 @@ import mmap
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -264,6 +264,64 @@ class PrefixIndex:
         self._is_owner[:] = False
         self._is_owner[1 : len(self._names)] = True
         self._expected = _ExpectedPrefixes()
+
+
+class LongestPrefix(NamedTuple):
+    """Longest cached beginnings of a prompt, in granules.
+
+    Attributes:
+        depth: in any worker's KV cache or memory tier.
+        pool_depth: in any worker's KV cache, or expected there.
+        pool_owners: workers with `pool_depth` granules in their KV caches.
+        memory_owners: workers with the longest beginning that is in a memory tier.
+    """
+
+    depth: int = 0
+    pool_depth: int = 0
+    pool_owners: Sequence[str] = ()
+    memory_owners: Sequence[str] = ()
+
+
+class TieredIndex:
+    """Prefixes of one model in the workers' KV caches and in their memory tiers.
+
+    Tiers that workers share have no entries, because they serve all these workers alike.
+
+    Args:
+        capacity: most entries of each of the two indexes.
+
+    Attributes:
+        pool: prefixes in KV caches.
+        memory: prefixes in memory tiers.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.pool, self.memory = PrefixIndex(capacity), PrefixIndex(capacity)
+
+    def add_worker(self, worker: str) -> None:
+        """Adds a worker with an empty KV cache and memory tier."""
+        self.pool.add_worker(worker)
+        self.memory.add_worker(worker)
+
+    def remove_worker(self, worker: str) -> None:
+        """Removes a worker; a no-op if it is not in the index."""
+        self.pool.remove_worker(worker)
+        self.memory.remove_worker(worker)
+
+    def longest(self, granules: Sequence[int], now: float) -> LongestPrefix:
+        """The longest cached beginnings of a prompt with these granules."""
+        depth, owners = self.pool.longest(granules, now)
+        below, others = self.memory.longest(granules, now) if len(self.memory) else (0, [])
+        return LongestPrefix(max(depth, below), depth, owners, others)
+
+    def depths(self, worker: str, granules: Sequence[int], now: float) -> tuple[int, int]:
+        """Granules of a prompt in a worker's KV cache; and in that or its memory tier."""
+        depth = self.pool.depth(worker, granules, now)
+        return depth, max(depth, self.memory.depth(worker, granules, now) if len(self.memory) else 0)
+
+    def knows(self, granule: int, now: float) -> bool:
+        """True if a worker holds a granule in any tier or is expected to hold it."""
+        return self.pool.knows(granule, now) or (len(self.memory) > 0 and self.memory.knows(granule, now))
 
 
 class _ExpectedPrefixes:

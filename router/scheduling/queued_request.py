@@ -37,12 +37,12 @@ class PrefixLookup:
     Attributes:
         time: monotonic seconds of the lookup.
         depth: granules of the longest prefix cached on any worker.
-        hits: granules cached on each candidate worker.
+        hits: granules cached on each candidate worker; those in its memory tier count by the share of time they save.
     """
 
     time: float = -math.inf
     depth: int = 0
-    hits: Mapping[str, int] = field(default_factory=dict)
+    hits: Mapping[str, float] = field(default_factory=dict)
 
 
 class PlacementChoice(NamedTuple):
@@ -51,7 +51,7 @@ class PlacementChoice(NamedTuple):
     Attributes:
         reason: `prefix` (cached prefix), `session`, `load`, `turn`, or `moved`: it waited, and another lane was sooner.
         candidates: number of workers that were compared.
-        cached_tokens: prompt tokens that the worker probably has cached.
+        cached_tokens: prompt tokens that the worker probably has cached, weighted as in `PrefixLookup.hits`.
         estimate_s: expected time to the end of its prefill, seconds; None if the policy compares none.
     """
 

@@ -31,6 +31,7 @@ class LoadReport:
     room_seqs: int = 0
     last_prompt_latency_s: float = 0.0
     prefill_rate: float = 0.0
+    memory_rate: float = 0.0
     fleet_oldest_age_s: float = 0.0
     fleet_tokens: int = 0
     submit_seen: int = 0

@@ -74,14 +74,15 @@ class KvEventCursor:
         if not (events.snapshot or self._continues(events)):
             self.reset()
             return Continuity.GAP
-        self._seq, self._left, self._awaits = events.seq, events.left, False
+        self._seq, self._left, self._awaits = events.seq, events.left + events.memory_left, False
         return Continuity.NEXT
 
     def _continues(self, events: wpb.KvEvents) -> bool:
         if self._awaits or events.after != self._seq:
             return False
         is_piece = events.after == events.seq
-        return self._left == (events.left + len(events.stored) if is_piece else 0)
+        left = events.left + events.memory_left + len(events.stored) + len(events.memory_stored)
+        return self._left == (left if is_piece else 0)
 
 
 class WorkerCaches:
@@ -115,7 +116,8 @@ class WorkerCaches:
         if continuity is Continuity.GAP:
             raise SessionLostError(Fault.BROKEN, "KV events are missing")
         if continuity is Continuity.NEXT:
-            change = CacheChange(events.stored, events.evicted, events.snapshot)
+            in_memory = events.memory_stored, events.memory_evicted
+            change = CacheChange(events.stored, events.evicted, events.snapshot, *in_memory)
             self._assignment.placement.cache_changed(session.address, change)
 
     def forget(self, address: str) -> None:

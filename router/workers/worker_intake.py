@@ -174,6 +174,7 @@ def load_report(load: wpb.Load, submit_seen: int, now: float) -> LoadReport:
         room_seqs=load.room_seqs,
         last_prompt_latency_s=counted(load.last_prompt_latency_us) / 1e6,
         prefill_rate=rate(load.prefill_rate),
+        memory_rate=rate(load.memory_rate),
         prefill_samples=load.prefill_samples,
         fleet_oldest_age_s=load.fleet_oldest_age_ms / 1e3,
         fleet_tokens=counted(load.fleet_tokens),

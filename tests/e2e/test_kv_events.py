@@ -21,6 +21,7 @@ from fissile.worker.v1.worker_pb2_grpc import WorkerServiceStub
 from tests.e2e.service import Answer, Process, Service, free_port, generate, running_service
 from tests.e2e.simulated import OPTIONS, request, simulated_model, wait_workers
 from tests.fake_dns import wait_until
+from tests.scraped import scrape
 
 GRANULE = 128
 # A pool of 200 blocks: 25 granules.
@@ -71,6 +72,33 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
 def prefix(seed: int) -> list[int]:
     rnd = random.Random(seed)
     return [rnd.randrange(256) for _ in range(PREFIX_GRANULES * GRANULE)]
+
+
+def test_evicted_prompts_go_to_the_worker_that_has_them_in_memory(tmp_path: Path) -> None:
+    """A KV cache has room for two prompts, a memory tier for all. Each worker is warmed without the router."""
+    model, metrics = simulated_model(tmp_path / "model"), free_port()
+    options = [*OPTIONS, "--kv-cache-memory", "512KiB", "--kv-tiers", "memory:64MiB"]
+    with running_service(
+        tmp_path, model, workers=2, worker_options=options, router_options=["--metrics-port", str(metrics)]
+    ) as service:
+        wait_workers(service, 2)
+        fleet = Fleet(service, service.stub)
+        for round_, _ in enumerate(PAUSES_S, 1):
+            prompts = [prefix(300 + 10 * round_ + seed) for seed in range(8)]
+            for place, prompt in enumerate(prompts):
+                fleet.warm(place // 4, [*prompt, 7])
+            wait_until(lambda: tier_prefixes(metrics) == 8 * PREFIX_GRANULES * round_)  # noqa: B023
+            asked = [prompts[place] for place in (4, 0, 1, 5, 6, 2)]
+            hits = [found(fleet.ask(service.stub, [*prompt, 7])) for prompt in asked]
+            if hits == [(f"worker-{index}", PREFIX_GRANULES * GRANULE) for index in (1, 0, 0, 1, 1, 0)]:
+                return
+    raise AssertionError(hits)
+
+
+def tier_prefixes(port: int) -> float:
+    """Granules that a router knows to be in memory tiers."""
+    tables = scrape(port)["fissile_router_tables"]
+    return sum(value for labels, value in tables if labels["fissile_table"] == "tier_prefixes")
 
 
 # Many times longer than events take, so that a busy machine does not matter.

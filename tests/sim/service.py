@@ -584,7 +584,7 @@ class SimService:
         """Asserts that the router's index equals each worker's cache, without any merely expected block."""
         if not isinstance(self.placement, PrefixAware):
             return
-        index = self.placement._indexes[self.identity]
+        index = self.placement._indexes[self.identity].pool
         assert set(index.workers) == {worker.name for worker in self.workers}
         for worker in self.workers:
             cached = worker.core.scheduler.block_manager.prefixes.cached_granules()

@@ -13,6 +13,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any, Final, NoReturn, Protocol
 
 import structlog
@@ -360,7 +361,7 @@ class EngineCore:
         return False
 
     def check(self) -> bool:
-        """True if an idle engine has to make a step, for another engine.
+        """True if an idle engine has to make a turn: a step for another engine, or a report of host memory.
 
         Raises:
             EngineDeadError: the executor is lost, which an idle engine would not notice otherwise.
@@ -368,7 +369,7 @@ class EngineCore:
         if (error := self.executor.failure()) is not None:
             self._dead = True
             raise EngineDeadError(f"{type(error).__name__}: {error}")
-        return False
+        return self.tiers is not None and self.tiers.store.has_memory_changes
 
     def close(self) -> None:
         """Ends the executor's thread or ranks, and the tiers' threads."""
@@ -378,7 +379,8 @@ class EngineCore:
 
     def load(self) -> EngineLoad:
         """The current load; O(1) apart from unfinished prefills."""
-        return self.scheduler.load()
+        load = self.scheduler.load()
+        return load if self.tiers is None else replace(load, memory_rate=self.tiers.memory_rate)
 
 
 class LockstepGroup(Runner, Executor, Protocol):

@@ -205,6 +205,7 @@ class EngineLoad:
         last_prompt_latency_s: duration of the last step that computed prompt tokens, seconds.
         prefill_rate: prompt tokens per second, weighted mean; 0 until a step was large enough to measure it.
         prefill_samples: number of steps that were large enough.
+        memory_rate: tokens per second whose blocks are read from host memory; 0 until some were read.
         sums: time of the engine's steps since its start.
     """
 
@@ -218,4 +219,5 @@ class EngineLoad:
     last_prompt_latency_s: float
     prefill_rate: float
     prefill_samples: int = 0
+    memory_rate: float = 0.0
     sums: StepSums = field(default_factory=StepSums)

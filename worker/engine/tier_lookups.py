@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Final, NamedTuple, Protocol
 
+from common.wire.block_hash import GRANULE_BLOCKS
 from worker.engine.batch import ScheduledBatch
 from worker.engine.block_manager import BlockManager
 from worker.engine.lifecycle import Lifecycle
@@ -30,6 +31,10 @@ from worker.engine.sequence import Sequence, SequenceStatus
 # Domain of the names; another layout of blocks or values needs another number.
 _DOMAIN: Final = b"fissile kv block 1\n"
 NAME_BYTES: Final = 24
+# Added to the hash of a granule, which has 64 bits, where it is in host memory and not in the pool.
+IN_MEMORY: Final = 1 << 64
+# Granules on their way to host memory whose hashes are kept.
+_MOST_NOTED: Final = 1 << 15
 # Waiting prompts that may look up blocks at once.
 _MOST_LOOKUPS: Final = 64
 # Cached blocks after which a step begins no further lookup, because looking one up takes 1 us.
@@ -80,6 +85,24 @@ class BlockStore(Protocol):
         """True if a block need not be stored."""
         ...
 
+    def watch_memory(self) -> bool:
+        """Makes `take_memory_changes` report changes of host memory. False if no tier is in host memory."""
+        ...
+
+    @property
+    def has_memory_changes(self) -> bool:
+        """True if `take_memory_changes` has changes."""
+        ...
+
+    def take_memory_changes(self) -> list[tuple[bytes, bool]]:
+        """Changes of host memory since the last call, in order: a name, and True if it has a block now."""
+        ...
+
+    @property
+    def memory_rate(self) -> float:
+        """Blocks read from host memory per second; 0 if unknown."""
+        ...
+
     def fetch(self, names: Many[bytes]) -> Fetch | None:
         """Begins to read blocks; None if there is no room for any now."""
         ...
@@ -116,6 +139,37 @@ class BlockStore(Protocol):
     def close(self) -> None:
         """Ends its threads."""
         ...
+
+
+class MemoryGranules:
+    """Granules in host memory, by the hashes that routers know.
+
+    A tier names blocks by digests. So the hash of a granule's last block is noted when the block goes to host memory,
+    for the newest _MOST_NOTED granules. Older ones are not reported, which only costs hits.
+    """
+
+    def __init__(self) -> None:
+        self._noted: dict[bytes, int] = {}
+        self._held: dict[bytes, int] = {}
+
+    def note(self, name: bytes, granule: int) -> None:
+        """Notes the hash of a granule whose last block has a name."""
+        self._noted.pop(name, None)
+        self._noted[name] = granule
+        if len(self._noted) > _MOST_NOTED:
+            del self._noted[next(iter(self._noted))]
+
+    def apply(self, changes: Iterable[tuple[bytes, bool]]) -> list[int]:
+        """Applies changes of host memory; returns them as `PrefixCache.take_granule_changes` does, with IN_MEMORY."""
+        found: list[int] = []
+        for name, is_kept in changes:
+            if not is_kept:
+                if (granule := self._held.pop(name, None)) is not None:
+                    found.append(~(granule | IN_MEMORY))
+            elif name in self._noted and name not in self._held:
+                granule = self._held[name] = self._noted[name]
+                found.append(granule | IN_MEMORY)
+        return found
 
 
 class Tiers(NamedTuple):
@@ -178,6 +232,7 @@ class TierLookups:
         self._lookups: dict[int, _Lookup] = {}
         self._down: dict[int, BlockKey] = {}
         self._up: list[tuple[int, bytes]] = []
+        self._granules: MemoryGranules | None = None
         self._blocks.on_published, self._blocks.on_forgotten = self.published, self.forgotten
 
     def published(self, seq: Sequence, place: int) -> None:
@@ -186,6 +241,28 @@ class TierLookups:
         key = BlockKey(names[place], names[place - 1] if place else b"")
         if not self.store.has(key.name):
             self._down[seq.block_table[place]] = key
+            self._note_granules(seq, range(place, place + 1))
+
+    def watch_granules(self) -> None:
+        """Makes `take_granule_changes` report the granules that host memory gets from now on."""
+        if self.store.watch_memory():
+            self._granules = MemoryGranules()
+
+    def take_granule_changes(self) -> list[int]:
+        """Changes of the granules in host memory since the last call (`MemoryGranules.apply`)."""
+        return [] if self._granules is None else self._granules.apply(self.store.take_memory_changes())
+
+    @property
+    def memory_rate(self) -> float:
+        """Tokens per second whose blocks are read from host memory; 0 if unknown."""
+        return self.store.memory_rate * self._blocks.block_size
+
+    def _note_granules(self, seq: Sequence, places: range) -> None:
+        """Notes the granules that end with blocks of a sequence, which may come into host memory."""
+        if self._granules is not None:
+            for place in places:
+                if (place + 1) % GRANULE_BLOCKS == 0:
+                    self._granules.note(self._names(seq, place + 1)[place], self._prefixes.hashes(seq)[place])
 
     @property
     def has_blocks_down(self) -> bool:
@@ -290,6 +367,7 @@ class TierLookups:
             if names and names[0] not in coming:
                 lookup.fetch = self.store.fetch(names)
                 if lookup.fetch is not None:
+                    self._note_granules(seq, range(lookup.start, lookup.start + lookup.fetch.num_names))
                     coming.add(names[0])
                     if seq.ledger.tier_wait is not None:
                         seq.ledger.tier_wait.num_asked += lookup.fetch.num_names

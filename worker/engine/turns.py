@@ -87,9 +87,9 @@ class Turn:
     """Result of one turn of the engine: outputs, changes of the cache, and a load report.
 
     `seen` has the receipts of the groups added before its step, `granules` the changes of the prefix cache
-    (`PrefixCache.take_granule_changes`), `kv_digests` the names and digests of cached blocks, `flushed` the callbacks
-    of Flush with their numbers of blocks, `blocks` the changes of cached blocks after WatchBlocks, `phases` the stages
-    that live sequences have entered.
+    (`PrefixCache.take_granule_changes`) and of host memory (`MemoryGranules.apply`), `kv_digests` the names and digests
+    of cached blocks, `flushed` the callbacks of Flush with their numbers of blocks, `blocks` the changes of cached
+    blocks after WatchBlocks, `phases` the stages that live sequences have entered.
     """
 
     step: int
@@ -119,6 +119,8 @@ class EngineTurns:
         self._prefixes = core.scheduler.block_manager.prefixes
         self._digests = core.scheduler.block_manager.digests
         self._prefixes.watch_granules()
+        if core.tiers is not None:
+            core.tiers.watch_granules()
 
     @property
     def has_work(self) -> bool:
@@ -160,6 +162,8 @@ class EngineTurns:
     def report(self, outputs: list[RequestOutput] | None = None, seen: list[TicketReceipt] | None = None) -> Turn:
         """Snapshot of the engine's load and metrics, with the outputs of this turn."""
         load, granules = self.core.load(), self._prefixes.take_granule_changes()
+        if self.core.tiers is not None:
+            granules += self.core.tiers.take_granule_changes()
         digests = self._digests.take()
         figures, blocks = self._figures(load), self._prefixes.take_block_changes()
         phases = self.core.scheduler.lifecycle.take_phases()

@@ -40,6 +40,7 @@ class MemoryTier:
         self._ends: list[tuple[int, bytes]] = []
         self._ticks = itertools.count(1)
         self._lock = threading.Lock()
+        self._changes: list[tuple[bytes, bool]] | None = None
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -67,9 +68,27 @@ class MemoryTier:
             self._area[slot * self._width : (slot + 1) * self._width] = value
             # Only a parent that is here now counts its children, and stays as long as it has any.
             entry = self._entries[name] = _Entry(slot, parent if parent in self._entries else b"")
+            self._note(name, True)
             self._touch(name, entry)
             if entry.parent:
                 self._entries[parent].num_children += 1
+
+    def watch(self) -> None:
+        """Makes `take_changes` report changes from now on."""
+        self._changes = []
+
+    @property
+    def has_changes(self) -> bool:
+        """True if `take_changes` has changes."""
+        return bool(self._changes)
+
+    def take_changes(self) -> list[tuple[bytes, bool]]:
+        """Changes since the last call, in order: a name, and True if it has a value now."""
+        if not self._changes:
+            return []
+        with self._lock:
+            changes, self._changes = self._changes, []
+        return changes
 
     def drop(self, name: bytes) -> None:
         """Forgets a value; blocks behind it stay until they are the least recently used."""
@@ -82,8 +101,14 @@ class MemoryTier:
         """Forgets all values."""
         with self._lock:
             self._free += [entry.slot for entry in self._entries.values()]
+            for name in self._entries:
+                self._note(name, False)
             self._entries.clear()
             self._ends.clear()
+
+    def _note(self, name: bytes, is_kept: bool) -> None:
+        if self._changes is not None:
+            self._changes.append((name, is_kept))
 
     def _touch(self, name: bytes, entry: _Entry) -> None:
         entry.used = next(self._ticks)
@@ -111,6 +136,7 @@ class MemoryTier:
 
     def _remove(self, name: bytes, entry: _Entry) -> None:
         del self._entries[name]
+        self._note(name, False)
         self._free.append(entry.slot)
         if entry.parent:
             before = self._entries[entry.parent]

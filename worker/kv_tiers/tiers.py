@@ -229,6 +229,28 @@ class KvTiers:
         """True if host memory keeps this block, so that it need not be stored."""
         return any(tier.has(name) for tier in self._memory)
 
+    def watch_memory(self) -> bool:
+        """Makes `take_memory_changes` report changes of host memory. False if no tier is in host memory."""
+        for tier in self._memory:
+            tier.watch()
+        return bool(self._memory)
+
+    @property
+    def has_memory_changes(self) -> bool:
+        """True if `take_memory_changes` has changes."""
+        return any(tier.has_changes for tier in self._memory)
+
+    def take_memory_changes(self) -> list[tuple[bytes, bool]]:
+        """Changes of host memory since the last call, in order: a name, and True if it has a block now."""
+        return [change for tier in self._memory for change in tier.take_changes()]
+
+    @property
+    def memory_rate(self) -> float:
+        """Blocks that one thread reads from host memory per second; 0 until it has read some."""
+        found = [shelf for shelf in self._shelves if shelf.tier in self._memory]
+        seconds = sum(shelf.traffic[READ][1] for shelf in found)
+        return sum(shelf.counts[HIT] for shelf in found) / seconds if seconds > 0 else 0.0
+
     def fetch(self, names: Sequence[bytes]) -> KvFetch | None:
         """Begins to read blocks, as many as there is room for. None if there is no room now."""
         with self._lock:

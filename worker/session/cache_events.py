@@ -1,7 +1,7 @@
 """Reports changes of the prefix cache to routers (docs/explanation/architecture.md).
 
-The engine reports changes granule by granule. `KvLog` numbers them from 1 and keeps the newest for all routers; each
-Session reads them with a `KvCursor` of its own. Invariants:
+The engine reports changes granule by granule, with IN_MEMORY for host memory. `KvLog` numbers them from 1 and
+keeps the newest for all routers; each Session reads them with a `KvCursor` of its own. Invariants:
   * The changes that a router has applied up to `seq` add up to the cache's contents after change `seq`.
   * A cursor that needs forgotten changes sends the whole cache instead, in pieces. This happens to a router that was
       away for long, or that reads too slowly.
@@ -16,12 +16,12 @@ Session reads them with a `KvCursor` of its own. Invariants:
 from __future__ import annotations
 
 import math
-from array import array
 from collections.abc import Callable, Iterable, Sequence
 
 from fissile.worker.v1 import worker_pb2 as wpb
 
 from common.limits import KV_EVENTS_S, MAX_KV_DIGEST_LOG, MAX_KV_FRAME_CHANGES, MAX_KV_LOG
+from worker.engine.tier_lookups import IN_MEMORY
 
 
 class KvLog:
@@ -97,9 +97,10 @@ class KvLog:
         start = seq - self._forgotten
         return self._changes[start : start + limit]
 
-    def snapshot(self) -> array[int]:
-        """All granules of the cache at change `seq`."""
-        return array("Q", self._present)
+    def snapshot(self) -> list[int]:
+        """All granules at change `seq`, those in host memory first: `KvEvents.left` counts the others."""
+        in_memory = [granule for granule in self._present if granule >= IN_MEMORY]
+        return in_memory + [granule for granule in self._present if granule < IN_MEMORY]
 
     def wait(self, wake: Callable[[], None]) -> None:
         """Calls `wake` once, at the next change."""
@@ -125,7 +126,7 @@ class KvCursor:
         self._wake = wake
         self._needs_snapshot = seq == 0 < log.seq
         # Rest of a snapshot that is being sent.
-        self._left: array[int] | None = None
+        self._left: list[int] | None = None
         self._epoch = 0
         self._num_digests = 0
         self._took = -math.inf
@@ -177,10 +178,20 @@ class KvCursor:
         frame.snapshot = True
         return frame
 
-    def _take_piece(self, granules: array[int], after: int) -> wpb.KvEvents:
+    def _take_piece(self, granules: list[int], after: int) -> wpb.KvEvents:
         piece, rest = granules[:MAX_KV_FRAME_CHANGES], granules[MAX_KV_FRAME_CHANGES:]
         self._left = rest or None
-        return wpb.KvEvents(seq=self._seq, after=after, stored=piece, left=len(rest), epoch=self._epoch)
+        stored, in_memory = _by_tier(piece)
+        memory_left = sum(granule >= IN_MEMORY for granule in rest)
+        return wpb.KvEvents(
+            seq=self._seq,
+            after=after,
+            stored=stored,
+            memory_stored=in_memory,
+            left=len(rest) - memory_left,
+            memory_left=memory_left,
+            epoch=self._epoch,
+        )
 
     def _take_changes(self) -> wpb.KvEvents:
         frame = wpb.KvEvents(after=self._seq, epoch=self._epoch)
@@ -191,8 +202,20 @@ class KvCursor:
             granule = change if change >= 0 else ~change
             if net.pop(granule, None) is None:
                 net[granule] = change >= 0
-        frame.stored.extend(granule for granule, is_stored in net.items() if is_stored)
-        frame.evicted.extend(granule for granule, is_stored in net.items() if not is_stored)
+        stored, memory_stored = _by_tier(granule for granule, is_stored in net.items() if is_stored)
+        evicted, memory_evicted = _by_tier(granule for granule, is_stored in net.items() if not is_stored)
+        frame.stored.extend(stored)
+        frame.memory_stored.extend(memory_stored)
+        frame.evicted.extend(evicted)
+        frame.memory_evicted.extend(memory_evicted)
         self._seq += len(changes)
         frame.seq = self._seq
         return frame
+
+
+def _by_tier(granules: Iterable[int]) -> tuple[list[int], list[int]]:
+    """Hashes of granules in the pool, and of those in host memory."""
+    tiers: tuple[list[int], list[int]] = [], []
+    for granule in granules:
+        tiers[granule >= IN_MEMORY].append(granule % IN_MEMORY)
+    return tiers

@@ -171,6 +171,7 @@ def load_proto(
     load.last_prompt_latency_us = as_uint64(report.last_prompt_latency_s * 1e6)
     load.prefill_rate = report.prefill_rate
     load.prefill_samples = report.prefill_samples
+    load.memory_rate = report.memory_rate
     return load
 
 

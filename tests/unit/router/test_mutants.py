@@ -39,8 +39,8 @@ from router.scheduling.assignment import LaneAssignment, ReassignmentQueue
 from router.scheduling.dispatcher import Dispatcher
 from router.scheduling.failover import Attempts
 from router.scheduling.fair_queue import FairQueue, LazyMinHeap, TenantShares
-from router.scheduling.placement import LeastLoad, LoadOrder
-from router.scheduling.prefix_index import PrefixIndex, _ExpectedPrefixes
+from router.scheduling.placement import LeastLoad, LoadOrder, PrefixAware
+from router.scheduling.prefix_index import PrefixIndex, TieredIndex, _ExpectedPrefixes
 from router.scheduling.worker_load import WorkerLoad
 from router.workers import session_state
 from router.workers.worker_record import AddressHistory
@@ -111,6 +111,8 @@ _OWN = "child.match or child.fail.match"
 _DISPATCHER, _PIECEMEAL = test_dispatcher_machine.DispatcherMachine, test_dispatcher_machine.PiecemealMachine
 _INDEX = test_prefix_index.IndexMachine
 _LOADS, _LOOK = test_placement.test_load_order_equals_sorting, test_placement.test_no_request_could_gain_after_rebinding
+_TIERED = test_prefix_index.test_tiered_index_equals_sets_of_each_worker_and_tier
+_LEAST_WORK = test_placement.test_prompt_goes_where_cache_and_memory_tier_leave_least_work
 _COUNT = test_failover.test_attempts_equal_plain_count
 _WAITS = test_failover.test_waits_and_attempts_cover_request_time
 _EARLIEST = test_fair_queue.test_lazy_heap_top_is_least_live_entry
@@ -204,6 +206,11 @@ MUTANTS: list[tuple[Mutant, tuple[Test, ...]]] = [
     (Mutant("vacated_too_soon", ReassignmentQueue, "work_off", "if not len(lane):", "if True:"), (_PIECEMEAL,)),
     (Mutant("evicts_for_all", PrefixIndex, "evict", "owners[owners == slot] = 0", "owners[:] = 0"), (_INDEX,)),
     (Mutant("sent_once", _ExpectedPrefixes, "_drop_oldest", "found.get(slot) == end", "slot in found"), (_INDEX,)),
+    (Mutant("one_tier", TieredIndex, "depths", "max(depth, self.memory", "min(depth, self.memory"), (_TIERED,)),
+    (
+        Mutant("free_reads", PrefixAware, "_hits", "(1 - self._read_share", "(1 - 0 * self._read_share"),
+        (_LEAST_WORK,),
+    ),
     (Mutant("stale_loads", LoadOrder, "least", "== entry[0]", "is not None"), (_LOADS,)),
     (Mutant("no_row_before", LeastLoad, "find_better_lane", "ahead.get(other.worker, 0)", "0"), (_LOOK,)),
     (Mutant("one_death_more", Attempts, "verdict", ">= MAX_SUSPICIONS", "> MAX_SUSPICIONS"), (_COUNT,)),

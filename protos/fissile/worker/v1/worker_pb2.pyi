@@ -1422,6 +1422,7 @@ class Load(_message.Message):
     FLEET_TOKENS_FIELD_NUMBER: _builtins.int
     INTAKE_FIELD_NUMBER: _builtins.int
     PREFILL_SAMPLES_FIELD_NUMBER: _builtins.int
+    MEMORY_RATE_FIELD_NUMBER: _builtins.int
     decoding_seqs: _builtins.int
     """Sequences of the running set that decode."""
     waiting_seqs: _builtins.int
@@ -1448,6 +1449,8 @@ class Load(_message.Message):
     """Intake of the worker. INTAKE_UNSPECIFIED, from older workers, means INTAKE_OPEN."""
     prefill_samples: _builtins.int
     """Number of steps that `prefill_rate` was learnt from; while it stays the same, the rate is getting old."""
+    memory_rate: _builtins.float
+    """Tokens per second whose blocks the worker reads from its own memory tier; 0 until it has read some."""
     def __init__(
         self,
         *,
@@ -1464,10 +1467,11 @@ class Load(_message.Message):
         fleet_tokens: _builtins.int = ...,
         intake: Global___Intake.ValueType = ...,
         prefill_samples: _builtins.int = ...,
+        memory_rate: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decoding_seqs", b"decoding_seqs", "fleet_oldest_age_ms", b"fleet_oldest_age_ms", "fleet_tokens", b"fleet_tokens", "free_blocks", b"free_blocks", "intake", b"intake", "last_prompt_latency_us", b"last_prompt_latency_us", "prefill_rate", b"prefill_rate", "prefill_samples", b"prefill_samples", "room_seqs", b"room_seqs", "room_tokens", b"room_tokens", "total_blocks", b"total_blocks", "waiting_seqs", b"waiting_seqs", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decoding_seqs", b"decoding_seqs", "fleet_oldest_age_ms", b"fleet_oldest_age_ms", "fleet_tokens", b"fleet_tokens", "free_blocks", b"free_blocks", "intake", b"intake", "last_prompt_latency_us", b"last_prompt_latency_us", "memory_rate", b"memory_rate", "prefill_rate", b"prefill_rate", "prefill_samples", b"prefill_samples", "room_seqs", b"room_seqs", "room_tokens", b"room_tokens", "total_blocks", b"total_blocks", "waiting_seqs", b"waiting_seqs", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1556,6 +1560,9 @@ class KvEvents(_message.Message):
     LEFT_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
     DIGESTS_FIELD_NUMBER: _builtins.int
+    MEMORY_STORED_FIELD_NUMBER: _builtins.int
+    MEMORY_EVICTED_FIELD_NUMBER: _builtins.int
+    MEMORY_LEFT_FIELD_NUMBER: _builtins.int
     seq: _builtins.int
     """Number of the newest change that this frame and those before it cover; in a snapshot, that the whole of it covers."""
     after: _builtins.int
@@ -1570,6 +1577,8 @@ class KvEvents(_message.Message):
     """`Lane.kv_epoch` as the worker last read it. The first frame of an epoch above 0 begins a snapshot; the router ignores
     frames of earlier epochs than the one it has asked for.
     """
+    memory_left: _builtins.int
+    """Number of granules in the memory tier of the snapshot still to come; `left` counts those of the cache alone."""
     @_builtins.property
     def stored(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Granules that have become findable."""
@@ -1584,6 +1593,16 @@ class KvEvents(_message.Message):
         whose `after` is its `seq`. They are not part of the numbering, and may come twice or never.
         """
 
+    @_builtins.property
+    def memory_stored(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Granules that have entered the worker's own memory tier. They are numbered with the other changes. Tiers that workers
+        share are not reported.
+        """
+
+    @_builtins.property
+    def memory_evicted(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Granules that have left the memory tier."""
+
     def __init__(
         self,
         *,
@@ -1595,10 +1614,13 @@ class KvEvents(_message.Message):
         left: _builtins.int = ...,
         epoch: _builtins.int = ...,
         digests: _abc.Iterable[Global___KvDigest] | None = ...,
+        memory_stored: _abc.Iterable[_builtins.int] | None = ...,
+        memory_evicted: _abc.Iterable[_builtins.int] | None = ...,
+        memory_left: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "digests", b"digests", "epoch", b"epoch", "evicted", b"evicted", "left", b"left", "seq", b"seq", "snapshot", b"snapshot", "stored", b"stored"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "digests", b"digests", "epoch", b"epoch", "evicted", b"evicted", "left", b"left", "memory_evicted", b"memory_evicted", "memory_left", b"memory_left", "memory_stored", b"memory_stored", "seq", b"seq", "snapshot", b"snapshot", "stored", b"stored"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -196,6 +196,56 @@ def test_waiting_request_follows_its_prefix() -> None:
     assert next(iter(d.lanes["a"])).work == 40 * GRANULE + 10
 
 
+@settings(max_examples=60)
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 9), st.integers(0, 9), st.sampled_from([0.0, 5_000.0, 20_000.0, 400_000.0])),
+        min_size=1,
+        max_size=5,
+    )
+)
+def test_prompt_goes_where_cache_and_memory_tier_leave_least_work(caches: list[tuple[int, int, float]]) -> None:
+    """Brute force over the workers with the longest prefix in a KV cache and in a memory tier."""
+    policy, prompt = PrefixAware(), chain(*range(9))
+    d, work = make_dispatcher(DelayGate(0.0), policy), dict[str, int]()
+    for number, (depth, below, rate) in enumerate(caches):
+        worker = f"w{number}"
+        d.lane_up(worker, "m", LoadReport(0.0, 0, 0, 0, 10**5, 100, prefill_rate=10_000.0, memory_rate=rate), 0.0)
+        policy.cache_changed(worker, CacheChange(stored=prompt[:depth], memory_stored=prompt[:below]))
+        share = min(1.0, 10_000 / rate) if rate else 0.5
+        work[worker] = 9 * GRANULE + 10 - int((depth + max(0, below - depth) * (1 - share)) * GRANULE)
+    owners = [
+        f"w{number}"
+        for place in (0, 1)
+        for number, cache in enumerate(caches)
+        if cache[place] == max(each[place] for each in caches)
+    ]
+    new = request(1, prompt)
+    chosen = send(d, new)
+    assert new.work == work[chosen] <= min(work[owner] for owner in [*owners[:4], chosen])
+    policy.cache_changed(chosen, CacheChange(memory_evicted=prompt))
+    depth = max((depth for depth, *_ in caches), default=0)
+    assert policy._indexes["m"].longest(prompt, 10.0).pool_depth == depth
+
+
+def test_waiting_request_follows_its_prefix_into_a_memory_tier() -> None:
+    d = waiting_fleet(PrefixAware(), {"a": 0, "b": 1000})
+    hot = chain(*range(40))
+    d.arrive(request(1, hot), 0.0)
+    assert bound(d) == {1: "a"}
+    d.assignment.placement.cache_changed("b", CacheChange(stored=hot, memory_stored=hot))
+    d.decide(0.1)
+    assert bound(d) == {1: "b"}
+    # The KV cache evicts it: it still takes half of the work there.
+    d.assignment.placement.cache_changed("b", CacheChange(evicted=hot))
+    d.decide(2.0)
+    assert bound(d) == {1: "b"}
+    assert next(iter(d.lanes["b"])).work == 20 * GRANULE + 10
+    d.assignment.placement.cache_changed("b", CacheChange(memory_evicted=hot))
+    d.decide(4.0)
+    assert bound(d) == {1: "a"}
+
+
 def test_moved_request_keeps_place_and_class() -> None:
     d = waiting_fleet(LeastLoad(), {"a": 0, "b": 50_000})
     for key in range(6):
@@ -304,7 +354,7 @@ def test_worker_without_prefix_cache_is_placed_by_load() -> None:
     assert not policy._indexes
     d.lane_up("c", "m", report, 0.0)
     d.lane_down("c", 0.0)
-    assert policy._indexes["m"].workers == ["c"]
+    assert policy._indexes["m"].pool.workers == ["c"]
     d.lane_up("c", "m", report, 0.0, caches_prefixes=False)
     assert not policy._indexes
 
@@ -375,7 +425,7 @@ class Counting(PrefixAware):
 
     looks = 0
 
-    def cost_s(self, request: QueuedRequest, lane: Lane, hit: int, now: float) -> tuple[float, int]:
+    def cost_s(self, request: QueuedRequest, lane: Lane, hit: float, now: float) -> tuple[float, int]:
         self.looks += 1
         return super().cost_s(request, lane, hit, now)
 

@@ -6,13 +6,13 @@ import itertools
 import random
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from common.limits import EXPECTED_S
 from router.scheduling import prefix_index
-from router.scheduling.prefix_index import BYTES_PER_ENTRY, PrefixIndex
+from router.scheduling.prefix_index import BYTES_PER_ENTRY, PrefixIndex, TieredIndex
 from tests.unit.router.scheduling.dispatching import chain
 
 PROMPTS = st.lists(st.integers(0, 1), max_size=7).map(lambda parts: chain(*parts))
@@ -112,6 +112,41 @@ PARTS = {tuple(chain(*parts)): parts for n in range(8) for parts in itertools.pr
 
 def depth_in(prompt: list[int], held: set[int]) -> int:
     return next((i for i, granule in enumerate(prompt) if granule not in held), len(prompt))
+
+
+STEPS = st.lists(st.tuples(st.sampled_from("abc"), st.booleans(), st.booleans(), PROMPTS), max_size=30)
+
+
+@settings(max_examples=60)
+@given(STEPS, PROMPTS)
+def test_tiered_index_equals_sets_of_each_worker_and_tier(
+    steps: list[tuple[str, bool, bool, list[int]]], prompt: list[int]
+) -> None:
+    index = TieredIndex(1 << 14)
+    held: dict[tuple[str, bool], set[int]] = {(worker, tier): set() for worker in "abc" for tier in (False, True)}
+    for worker in "abc":
+        index.add_worker(worker)
+    for worker, is_memory, is_stored, granules in steps:
+        tier, of_tier = index.memory if is_memory else index.pool, held[worker, is_memory]
+        if is_stored:
+            tier.store(worker, granules)
+            of_tier |= set(granules)
+        else:
+            begin = PARTS[tuple(granules)]
+            gone = {names[-1] for names, parts in PARTS.items() if parts and parts[: len(begin)] == begin}
+            tier.evict(worker, list(gone))
+            of_tier -= gone
+    depths = {key: depth_in(prompt, granules) for key, granules in held.items()}
+    for worker in "abc":
+        pool, memory = depths[worker, False], depths[worker, True]
+        assert index.depths(worker, prompt, 0.0) == (pool, max(pool, memory))
+    pools, memories = ({worker: depths[worker, tier] for worker in "abc"} for tier in (False, True))
+    longest = index.longest(prompt, 0.0)
+    assert (longest.pool_depth, longest.depth) == (max(pools.values()), max(depths.values()))
+    for owners, found in ((longest.pool_owners, pools), (longest.memory_owners, memories)):
+        assert set(owners) == {worker for worker, depth in found.items() if depth == max(found.values()) > 0}
+    index.remove_worker("a")
+    assert index.longest(prompt, 0.0).depth == max(depth for (worker, _), depth in depths.items() if worker != "a")
 
 
 def test_prefix_index_is_bounded_without_false_hits() -> None:

@@ -14,7 +14,7 @@ from tests.unit.router.pool import ADDRESS, Site
 
 def cached(placement: PrefixAware) -> set[int]:
     (index,) = placement._indexes.values()
-    return index.held(ADDRESS)
+    return index.pool.held(ADDRESS) | {-granule for granule in index.memory.held(ADDRESS)}
 
 
 def replace_placement(site: Site, placement: PrefixAware) -> None:
@@ -25,7 +25,7 @@ def replace_placement(site: Site, placement: PrefixAware) -> None:
 async def test_new_placement_gets_caches_over_open_sessions(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Regression: every Session was broken off to get a snapshot."""
+    """Regression: every Session was broken off to get a snapshot. Granules of the memory tier are negative here."""
     site = Site(monkeypatch)
     session, pool = site.described(), site.pool
     pool.session_up(session, wpb.Welcome(instance_id="i", proto_minor=PROTO_MINOR, kv_events=True))
@@ -36,9 +36,10 @@ async def test_new_placement_gets_caches_over_open_sessions(
     assert [frame.lane.kv_epoch for frame in frames if frame.HasField("lane")] == [1]
     pool.kv_events(session, wpb.KvEvents(seq=4, after=3, stored=[4]))
     assert cached(placement) == set()
-    pool.kv_events(session, wpb.KvEvents(seq=5, snapshot=True, stored=[1, 2, 3, 4, 5], epoch=1))
-    pool.kv_events(session, wpb.KvEvents(seq=6, after=5, evicted=[1], epoch=1))
-    assert cached(placement) == {2, 3, 4, 5}
+    pool.kv_events(session, wpb.KvEvents(seq=5, snapshot=True, memory_stored=[1, 6], left=5, memory_left=1, epoch=1))
+    pool.kv_events(session, wpb.KvEvents(seq=5, after=5, memory_stored=[7], stored=[1, 2, 3, 4, 5], epoch=1))
+    pool.kv_events(session, wpb.KvEvents(seq=6, after=5, evicted=[1], memory_evicted=[6], epoch=1))
+    assert cached(placement) == {2, 3, 4, 5, -1, -7}
     await site.stop()
 
 

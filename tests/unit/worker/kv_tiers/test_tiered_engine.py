@@ -12,10 +12,12 @@ import pytest
 
 from common.config import SCHEDULING_POLICIES, Config, SpeculativeConfig
 from common.params.sampling_params import SamplingParams
+from common.wire.block_hash import GRANULE_BLOCKS
 from tests.covering import slow_but
 from worker.engine.core import EngineCore
 from worker.engine.sequence import Sequence
-from worker.engine.tier_lookups import Tiers, root_name
+from worker.engine.tier_lookups import IN_MEMORY, Tiers, root_name
+from worker.engine.turns import EngineTurns, Flush, Submit
 from worker.kv_tiers.memory_tier import MemoryTier
 from worker.kv_tiers.shared_tiers import FileTier
 from worker.kv_tiers.tiers import DAMAGED, FAILED, HEADER_BYTES, HIT, KvTier, KvTiers
@@ -149,3 +151,60 @@ def test_tier_that_lies_changes_no_token_and_fails_no_request(seed: int) -> None
     core.close()
     assert counts["liar", DAMAGED] + counts["liar", FAILED] >= liar.lies > 0
     assert counts["liar", HIT] > 0
+
+
+@pytest.mark.parametrize("seed", slow_but({0, 1}, range(12)))
+def test_reported_granules_are_those_in_host_memory(tmp_path: Path, seed: int) -> None:
+    """Also behind blocks that came from a slower tier, and after a flush."""
+    rnd, size = random.Random(seed), SIZE
+    value_bytes = HEADER_BYTES + 16 * size
+    memory = MemoryTier(40 * value_bytes, value_bytes)
+    store = KvTiers({"memory": memory, "files": FileTier(tmp_path, 400 * value_bytes)}, 16 * size)
+    config = Config(
+        num_kvcache_blocks=60,
+        kv_cache_block_size=size,
+        max_model_len=50 * size,
+        max_num_seqs=4,
+        max_num_batched_tokens=64,
+        enable_prefix_caching=True,
+    )
+    runner = SimulatedRunner(VOCAB, None, block_size=size, num_blocks=60)
+    core = EngineCore(config, runner, tiers=Tiers(store, root_name(["simulated"])))
+    assert core.tiers is not None
+    turns, seqs, reported, told = EngineTurns(core, time.monotonic), list[Sequence](), set[int](), 0
+    shared = [[rnd.randrange(VOCAB) for _ in range(8 * size * n)] for n in (1, 2, 3)]
+
+    def apply(changes: list[int]) -> int:
+        count = 0
+        for change in changes:
+            granule = change if change >= 0 else ~change
+            if granule >= IN_MEMORY:
+                assert (granule in reported) == (change < 0)
+                reported.symmetric_difference_update({granule})
+                count += 1
+        return count
+
+    for _ in range(60):
+        tokens = [*rnd.choice(shared), *(rnd.randrange(2) for _ in range(rnd.randint(1, 2 * size)))]
+        seqs.append(Sequence(tokens, size, SamplingParams(max_tokens=8 * size, ignore_eos=True)))
+        core.scheduler.meter.rate = 1e-3
+        told += apply(turns.run([Submit(None, [seqs[-1]])]).granules)
+        while turns.has_work and rnd.random() < 0.95:
+            told += apply(turns.run([]).granules)
+        if not rnd.randrange(20):
+            told += apply(turns.run([Flush(lambda blocks: None)]).granules)
+    while turns.has_work:
+        told += apply(turns.run([]).granules)
+    end = time.monotonic() + 60
+    while store._num_unwritten:
+        assert time.monotonic() < end
+        time.sleep(0.001)
+    told += apply(turns.report().granules)
+    held = set[int]()
+    for seq in seqs:
+        full = seq.num_tokens // size
+        names, hashes = core.tiers._names(seq, full), core.scheduler.block_manager.prefixes.hashes(seq)
+        held |= {hashes[i] | IN_MEMORY for i in range(GRANULE_BLOCKS - 1, full, GRANULE_BLOCKS) if memory.has(names[i])}
+    assert reported == held
+    assert told > len(held) > 0
+    core.close()
