@@ -322,8 +322,10 @@ class RunningRequests:
             queued = stream.queued
             if stream.session is not session or stream.assembly.is_closed or queued.only_worker:
                 continue
-            wanted = stream.attempts.numerics_wanted(self._policy, stream.assembly.num_tokens)
-            if lanes.has_decode_place(queued.model, wanted, queued.most_tokens, queued.grammar_engine):
+            num_tokens, size = stream.assembly.num_tokens, session.block_size
+            wanted = stream.attempts.numerics_wanted(self._policy, num_tokens)
+            kind = (queued.model, wanted, queued.most_tokens, queued.grammar_engine)
+            if lanes.has_decode_place(*kind, num_blocks=-(-num_tokens // size)):
                 # One by one, so that the next one finds this place taken.
                 self._fail_over([(stream, Loss.HANDED_OVER)], "its prompt is computed")
 

@@ -158,10 +158,9 @@ class Lane:
         """
         return self.is_taken or (self.limit is not None and len(self._bound) + self.load.num_seqs > self.limit)
 
-    @property
-    def has_place(self) -> bool:
-        """True if a sequence can run at the worker without waiting for another one to end."""
-        return not (self.is_taken or self.is_full) and self.places > 0
+    def has_place(self, num_blocks: int) -> bool:
+        """True if a sequence of `num_blocks` KV blocks can run at the worker without waiting for another one to end."""
+        return not (self.is_taken or self.is_full) and self.places > 0 and self.load.report.free_blocks >= num_blocks
 
     @property
     def places(self) -> int:

@@ -185,17 +185,20 @@ class LaneTable:
             for lane in self._ready.get(model, ())
         )
 
-    def has_decode_place(self, model: str, numerics: str | None, most_tokens: int, grammar_engine: str) -> bool:
-        """True if a worker that is not for prefills can continue such a request at once; arguments: see `can_serve`.
+    def has_decode_place(
+        self, model: str, numerics: str | None, most_tokens: int, grammar_engine: str, num_blocks: int
+    ) -> bool:
+        """True if a worker that is not for prefills can continue a request of `num_blocks` KV blocks at once.
 
-        Of workers for decodes and for both, those that the request would go to count.
+        Of workers for decodes and for both, those that the request would go to count. For the other arguments see
+        `can_serve`.
         """
         suited = [
             lane
             for lane in self._ready.get(model, ())
             if lane.kind.role != PREFILL_FEATURE and lane.kind.can_serve(numerics, most_tokens, grammar_engine)
         ]
-        return any(lane.has_place for lane in _by_role(suited, has_output=True))
+        return any(lane.has_place(num_blocks) for lane in _by_role(suited, has_output=True))
 
     def role_problem(self, lane: Lane) -> str:
         """Why this lane's worker shares no KV blocks with those for the other half; "" if it does, or none is up."""

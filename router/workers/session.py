@@ -226,6 +226,12 @@ class Session:
         return self.model.numerics or f"unknown, of instance {self.instance_id}"
 
     @property
+    def block_size(self) -> int:
+        """Tokens per KV block."""
+        assert self.model is not None
+        return self.model.block_size
+
+    @property
     def role(self) -> str:
         """Half of the work that the worker does: PREFILL_FEATURE, DECODE_FEATURE, or "" for both."""
         assert self.model is not None

@@ -21,6 +21,7 @@ from worker.cli.worker import worker
 
 PREFILL, DECODE = 0, 1
 METRICS = free_port()
+UNSHARED = "workers for prefills and decodes share no KV blocks"
 
 
 @pytest.fixture(scope="module")
@@ -99,6 +100,28 @@ def test_half_without_workers_is_done_by_others(fleet: Service, lost: int) -> No
     fleet.workers[lost].start()
     fleet.workers[lost].wait_serving()
     wait_workers(fleet, 2)
+
+
+@pytest.mark.slow
+def test_halves_with_different_tiers_are_named_and_answer(fleet: Service, tmp_path: Path) -> None:
+    decode = fleet.workers[DECODE]
+    own, place = list(decode.arguments), decode.arguments.index("--kv-tiers") + 1
+    wanted = [ask(fleet, seed).token_ids for seed in range(20, 23)]
+    for tiers, is_named in ((f"files:{tmp_path}:64MiB", True), (own[place], False)):
+        decode.stop(signal.SIGKILL)
+        wait_workers(fleet, 1)
+        seen = len(fleet.router.log.read_text())
+        decode.arguments = [*own[:place], tiers, *own[place + 1 :]]
+        decode.start()
+        decode.wait_serving()
+        wait_workers(fleet, 2)
+        assert [ask(fleet, seed).token_ids for seed in range(20, 23)] == wanted
+        end = time.monotonic() + 60
+        # Log lines are written behind the answers.
+        while is_named and UNSHARED not in fleet.router.log.read_text()[seen:]:
+            assert time.monotonic() < end
+            time.sleep(0.05)
+        assert (UNSHARED in fleet.router.log.read_text()[seen:]) == is_named
 
 
 def test_role_without_shared_tier_is_refused(model: Path) -> None:

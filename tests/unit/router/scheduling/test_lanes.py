@@ -66,7 +66,7 @@ def test_requests_go_to_workers_for_the_half_that_comes_next(roles: str, new: st
     """The others do a half that has no workers: those for both first."""
     names = {"p": PREFILL_FEATURE, "d": DECODE_FEATURE, "b": ""}
     table = LaneTable()
-    room = LoadReport(0.0, room_seqs=1)
+    room = LoadReport(0.0, room_seqs=1, free_blocks=9)
     lanes = [make_lane(f"{role}{i}", "m", room, kind=LaneKind(role=names[role])) for i, role in enumerate(roles)]
     for lane in lanes:
         table.add(lane)
@@ -75,12 +75,12 @@ def test_requests_go_to_workers_for_the_half_that_comes_next(roles: str, new: st
     assert "".join(lane.worker[0] for lane in table.candidates(queued)) == new
     queued.has_output = True
     assert "".join(lane.worker[0] for lane in table.candidates(queued)) == continued
-    assert table.has_decode_place("m", None, 0, "") == (set(roles) != {"p"})
+    assert table.has_decode_place("m", None, 0, "", num_blocks=9) == (set(roles) != {"p"})
     # A stream that has begun waits for no place.
-    for lane in lanes:
-        if lane.kind.role != PREFILL_FEATURE:
-            lane.load.take(LoadReport(0.0, room_seqs=0))
-    assert not table.has_decode_place("m", None, 0, "")
+    for full in (LoadReport(0.0, room_seqs=0, free_blocks=9), LoadReport(0.0, room_seqs=1, free_blocks=8)):
+        for lane in lanes:
+            lane.load.take(full)
+        assert not table.has_decode_place("m", None, 0, "", num_blocks=9)
 
 
 @pytest.mark.parametrize(
