@@ -151,7 +151,8 @@ class Lifecycle:
         """Waiting sequences that may return to their router and have waited longer than `max_wait_s` for a first step.
 
         A sequence whose prefix another one computes is not overdue: it hits that prefix soon, while another worker
-        has nothing of it. Its time begins when the prefix is computed. Within a class the search ends at the first
+        has nothing of it. Its time begins when the prefix is computed. Nor is one overdue whose blocks come from a KV
+        tier: TierLookups bounds that wait. Within a class the search ends at the first
         sequence that has not waited so long: they are in order of arrival.
 
         Args:
@@ -170,7 +171,9 @@ class Lifecycle:
                     continue
                 if now - seq.arrive_time <= max_wait_s:
                     break
-                if any(prefixes.follows(seq, each) for each in fronts):
+                # Those that have not asked the tiers yet wait for their turn, as behind other prompts.
+                is_fetching = seq.waits_for_kv and seq.ledger.tier_wait is not None
+                if is_fetching or any(prefixes.follows(seq, each) for each in fronts):
                     seq.held_until = now
                 elif seq.may_return and now - seq.held_until > max_wait_s:
                     found.append(seq)

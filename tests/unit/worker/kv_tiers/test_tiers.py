@@ -182,6 +182,26 @@ def test_hanging_tier_holds_up_no_request() -> None:
     tiers.close()
 
 
+def test_prompt_that_waits_for_blocks_is_not_returned_to_its_router() -> None:
+    tier = Hanging()
+    tiers = KvTiers({"hanging": tier}, 16 * BLOCK)
+    core = engine(tiers=Tiers(tiers, root_name(["simulated"])))
+    # So slow that the prompt waits for its blocks rather than to be computed.
+    core.scheduler.meter.rate = 1e-3
+    seq = Sequence(prompts(40)[0], BLOCK, arrive_time=time.monotonic(), may_return=True)
+    core.add_request(seq)
+    until(lambda: bool(core.step()) and seq.ledger.tier_wait is not None)
+    behind = Sequence(prompts(40)[0][::-1], BLOCK, arrive_time=time.monotonic(), may_return=True)
+    behind.waits_for_kv = True
+    core.scheduler.lifecycle.waiting.append(behind)
+    assert core.scheduler.overdue(time.monotonic() + 60, 0.25) == [behind]
+    core.scheduler.lifecycle.waiting.remove(behind)
+    seq.waits_for_kv = False
+    assert core.scheduler.overdue(time.monotonic() + 120, 0.25) == [seq]
+    tier.answers.set()
+    tiers.close()
+
+
 def test_aborted_prompt_leaves_no_lookup_behind() -> None:
     tier = Hanging()
     tiers = KvTiers({"hanging": tier}, 16 * BLOCK)
