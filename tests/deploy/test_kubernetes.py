@@ -184,7 +184,8 @@ def test_selectors_match_pods(variant: str) -> None:
     for service in objects(variant, "Service"):
         assert selected(service["spec"]["selector"], variant) == [component_of(service)]
     for budget in objects(variant, "PodDisruptionBudget"):
-        assert selected(budget["spec"]["selector"]["matchLabels"], variant) == [component_of(budget)]
+        assert matches(budget["spec"]["selector"]["matchLabels"], variant, component_of(budget))
+        assert len(selected(budget["spec"]["selector"]["matchLabels"], variant)) == (component_of(budget) != "rank")
     for component in COMPONENTS_OF[variant]:
         spec = workload(variant, component)["spec"]
         if "selector" in spec:
@@ -405,7 +406,8 @@ def test_pod_empty_dirs_have_size_limit(variant: str, component: str) -> None:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_unready_pod_does_not_block_node_drain(variant: str) -> None:
     budgets = objects(variant, "PodDisruptionBudget")
-    assert len(budgets) == len(COMPONENTS_OF[variant])
+    ranks = {"rank"} if objects(variant, "LeaderWorkerSet") else set()
+    assert {component_of(budget) for budget in budgets} == {*COMPONENTS_OF[variant]} | ranks
     assert {o["spec"]["unhealthyPodEvictionPolicy"] for o in budgets} == {"AlwaysAllow"}
 
 
