@@ -240,10 +240,9 @@ DNS_EMPTY_S = 600.0
 WORKER_LIST_POLL_S = 0.5
 MAX_WORKER_LIST_BYTES = MIB
 
-# How old a router's figures for the metrics are at most, and how long their reader waits for a busy event loop; and how
-# old the text is at most that scrapers get.
-FIGURES_EVERY_S = 0.1
-SCRAPE_EVERY_S = 0.1
+# How old a router's figures, and the text that scrapers get, are at most; and how long a reader waits for a busy loop.
+FIGURES_EVERY_S = SCRAPE_EVERY_S = 0.1
+FIGURES_WAIT_S = 1.0
 # Series of one metric: of a histogram, beyond which new ones are dropped; and of a gauge that OTLP exports.
 MAX_HISTOGRAM_SERIES = 2000
 MAX_EXPORTED_SERIES = 1 << 14

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from common.limits import FIGURES_EVERY_S
+from common.limits import FIGURES_EVERY_S, FIGURES_WAIT_S
 from common.telemetry.failures import harmless
 from router.scheduling.dispatcher import ClassLoad
 from router.scheduling.lanes import LaneCounts
@@ -93,7 +93,7 @@ class NewestSnapshot:
 
     Ten snapshots a second for nobody would take 3 % of the processor time of a router with 8 requests in flight.
 
-    Invariant: a reader waits for FIGURES_EVERY_S at most. If the loop is busy for longer, it gets the snapshot before.
+    Invariant: a reader waits for FIGURES_WAIT_S at most. If the loop is busy for longer, it gets the snapshot before.
 
     Args:
         clock: monotonic seconds.
@@ -129,7 +129,7 @@ class NewestSnapshot:
                 # A loop that is closed has no newer figures.
                 with contextlib.suppress(RuntimeError):
                     loop.call_soon_threadsafe(self._take)
-                    self._is_made.wait(FIGURES_EVERY_S)
+                    self._is_made.wait(FIGURES_WAIT_S)
         return self._value
 
     @harmless("metrics")
