@@ -87,8 +87,8 @@ def test_every_figure_reaches_the_collector(receiver: OtlpReceiver) -> None:
     points = newest(receiver)
     assert {key: point.value for key, point in points.items()} == EXPECTED
     # Shared: free and total blocks a metric, drafts by position that of all drafts. Tokens of steps are a histogram.
-    # Blocks of tiers have more labels.
-    assert len(EXPECTED) + 4 == len(fields(EngineFigures)), "a figure without a metric"
+    # Blocks and traffic of tiers have more labels.
+    assert len(EXPECTED) + 5 == len(fields(EngineFigures)), "a figure without a metric"
     for point in points.values():
         assert (point.service, point.instance, point.attributes) == ("fissile-worker", "w1", LABELS)
         assert point.unit
@@ -106,6 +106,17 @@ def test_blocks_of_tiers_go_out_by_tier_and_result(receiver: OtlpReceiver) -> No
     points = [point for point in receiver.points if point.name == names.ENGINE_TIER_BLOCKS]
     found = {(point.attributes[names.KV_TIER], point.attributes[names.TIER_RESULT]): point.value for point in points}
     assert found == blocks
+
+
+def test_traffic_of_tiers_goes_out_by_tier_and_operation(receiver: OtlpReceiver) -> None:
+    traffic = {("files", "read"): (4096, 0.25), ("memory", "write"): (512, 0.5)}
+    metrics = setup_metrics("fissile-worker", "w1")
+    observe_engine(metrics, lambda: EngineFigures(tier_traffic=traffic), LABELS)
+    metrics.shutdown(PATIENT_S)
+    for place, name in enumerate((names.ENGINE_TIER_BYTES, names.ENGINE_TIER_TIME)):
+        points = [point for point in receiver.points if point.name == name]
+        found = {(p.attributes[names.KV_TIER], p.attributes[names.TIER_OPERATION]): p.value for p in points}
+        assert found == {key: done[place] for key, done in traffic.items()}
 
 
 def test_drafts_go_out_by_method_and_position(receiver: OtlpReceiver) -> None:
