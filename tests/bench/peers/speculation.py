@@ -4,8 +4,8 @@ One request at a time, greedy, decoded by each engine plainly, with lookup and w
 second from the first token on. Weights are random, so what drafts are worth is made: attention adds nothing to what the
 model says, though it is computed, so that a token hangs on the one before alone; and layers behind the draft model's,
 which are the target's first ones, add little. `copy`: a prompt has an answer to itself, and then begins it again.
-`copy, 20% other tokens`: so much of that answer was replaced. `free`: random tokens. How many drafts were right is
-counted by each engine.
+`copy, 20% other tokens`: so much of that answer (--other) was replaced, which sets the share of drafts that are right.
+`free`: random tokens. How many drafts were right is counted by each engine.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from safetensors.torch import load_file, save_file
 
 from common.config import Config, SpeculativeConfig
 from common.params.config_parts import DRAFT_MODEL, NGRAM, QUANTIZE, QUANTIZE_NO
-from tests.bench.peers.checkpoint import make
+from tests.bench.peers.checkpoint import SHAPES, make
 from tests.bench.peers.client import HOST
 from tests.bench.peers.folder import PeerFolder, add_folder_option, need
 from tests.bench.peers.peers import http_serves
@@ -61,6 +61,18 @@ class Decoded:
 
 # A prompt, and tokens of its answer.
 Decode = Callable[[list[int], int], Decoded]
+# Token ids of the prompts of each kind.
+Prompts = dict[str, list[list[int]]]
+
+
+@dataclass(frozen=True)
+class Way:
+    """An engine with its drafts, and the prompts that it answers."""
+
+    engine: str
+    name: str
+    decode: Decode
+    prompts: Prompts
 
 
 def weaken(folder: PeerFolder, shape: str) -> None:
@@ -175,22 +187,22 @@ def _by_llama(port: int, prompt: list[int], tokens: int) -> Decoded:
     return Decoded(rate, timings.get("draft_n", 0), timings.get("draft_n_accepted", 0))
 
 
-def prompts(plain: LLMEngine, count: int, tokens: int) -> dict[str, list[list[int]]]:
-    """`count` prompts of each kind."""
+def prompts(plain: LLMEngine, options: argparse.Namespace) -> Prompts:
+    """`--prompts` prompts of each kind, from answers of `plain`: weights of other dtypes give other answers."""
     rnd = random.Random(1)
-    params = {"temperature": 0.0, "max_tokens": tokens, "ignore_eos": True}
-    begins = [_drawn(rnd, 8) for _ in range(count)]
+
+    def drawn(count: int) -> list[int]:
+        return [rnd.randrange(5, SHAPES[options.shape]["vocab_size"]) for _ in range(count)]
+
+    params = {"temperature": 0.0, "max_tokens": options.tokens, "ignore_eos": True}
+    begins = [drawn(8) for _ in range(options.prompts)]
     answers = [answer["token_ids"] for answer in plain.generate(begins, params)]
-    changed = [[rnd.choice([token] * 4 + _drawn(rnd, 1)) for token in answer] for answer in answers]
+    changed = [[drawn(1)[0] if rnd.random() * 100 < options.other else token for token in each] for each in answers]
     return {
         "copy": _copies(begins, answers),
-        "copy, 20% other tokens": _copies(begins, changed),
-        "free": [_drawn(rnd, tokens) for _ in range(count)],
+        f"copy, {options.other}% other tokens": _copies(begins, changed),
+        "free": [drawn(options.tokens) for _ in range(options.prompts)],
     }
-
-
-def _drawn(rnd: random.Random, count: int) -> list[int]:
-    return [rnd.randrange(5, 100_000) for _ in range(count)]
 
 
 def _copies(begins: list[list[int]], answers: list[list[int]]) -> list[list[int]]:
@@ -211,48 +223,46 @@ def measure(folder: PeerFolder, options: argparse.Namespace) -> list[dict[str, A
     """Prints a line for each kind of prompts, engine and way; returns them for a file of results."""
     draft = SpeculativeConfig(4, DRAFT_MODEL, str(folder.checkpoint(DRAFT)))
     with ExitStack() as servers:
-        engines = {
-            f"{way}{'' if quantize == QUANTIZE_NO else f', {quantize}'}": fissile(folder, spec, quantize)
-            for quantize in options.quantize
-            for way, spec in (("plain", None), ("lookup", _LOOKUP), ("draft model", draft))
-        }
-        ways: dict[tuple[str, str], Decode] = {
-            ("Fissile", way): partial(_by_engine, engine) for way, engine in engines.items()
-        }
-        for way, own in _LLAMA.items() if options.llama else ():
-            model = ("-md", str(converted(folder, DRAFT))) if way == "draft model" else ()
-            ways["llama.cpp", way] = servers.enter_context(llama(folder, options.threads, (*own, *model)))
+        ways: list[Way] = []
+        for quantize in options.quantize:
+            suffix = "" if quantize == QUANTIZE_NO else f", {quantize}"
+            specs = {"plain": None, "lookup": _LOOKUP, "draft model": draft}
+            engines = {way: fissile(folder, spec, quantize) for way, spec in specs.items()}
+            own = prompts(engines["plain"], options)
+            ways += [Way("Fissile", way + suffix, partial(_by_engine, one), own) for way, one in engines.items()]
+        for name, own_options in _LLAMA.items() if options.llama else ():
+            model = ("-md", str(converted(folder, DRAFT))) if name == "draft model" else ()
+            decode = servers.enter_context(llama(folder, options.threads, (*own_options, *model)))
+            ways.append(Way("llama.cpp", name, decode, ways[0].prompts))
         rows = []
-        for kind, given in prompts(next(iter(engines.values())), options.prompts, options.tokens).items():
-            rows += [_row(kind, *way, found) for way, found in _in_turns(ways, given, options).items()]
+        for kind in ways[0].prompts:
+            rows += [_row(kind, *found) for found in _in_turns(ways, kind, options)]
     return rows
 
 
-def _in_turns(
-    ways: dict[tuple[str, str], Decode], given: list[list[int]], options: argparse.Namespace
-) -> dict[tuple[str, str], list[Decoded]]:
-    found: dict[tuple[str, str], list[Decoded]] = {way: [] for way in ways}
-    for decode in ways.values():
-        decode(given[0], 16)
+def _in_turns(ways: list[Way], kind: str, options: argparse.Namespace) -> list[tuple[Way, list[Decoded]]]:
+    found: list[tuple[Way, list[Decoded]]] = [(way, []) for way in ways]
+    for way in ways:
+        way.decode(way.prompts[kind][0], 16)
     for _ in range(options.rounds):
-        for prompt in given:
-            for way, decode in ways.items():
-                found[way].append(decode(prompt, options.tokens))
+        for prompt in range(options.prompts):
+            for way, decoded in found:
+                decoded.append(way.decode(way.prompts[kind][prompt], options.tokens))
     return found
 
 
-def _row(kind: str, engine: str, way: str, found: list[Decoded]) -> dict[str, Any]:
+def _row(kind: str, way: Way, found: list[Decoded]) -> dict[str, Any]:
     drafts, right = sum(one.drafts for one in found), sum(one.right for one in found)
     rate, share = statistics.median(one.rate for one in found), right / drafts if drafts else 0.0
     per_answer = drafts / len(found)
     print(
-        f"{kind}, {engine}, {way}: {rate:.1f} tokens/s, {per_answer:.0f} drafts an answer, {share:.0%} right",
+        f"{kind}, {way.engine}, {way.name}: {rate:.1f} tokens/s, {per_answer:.0f} drafts an answer, {share:.0%} right",
         flush=True,
     )
     return {
         "prompts": kind,
-        "engine": engine,
-        "way": way,
+        "engine": way.engine,
+        "way": way.name,
         "rate": round(rate, 1),
         "drafts": round(per_answer, 1),
         "right": round(100 * share),
@@ -268,6 +278,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--prompts", type=int, default=2, help="of each kind")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--other", type=int, default=20, help="%% of the tokens of a copied answer that are replaced")
     parser.add_argument("--quantize", nargs="+", choices=QUANTIZE, default=[QUANTIZE_NO], help="of Fissile's engines")
     parser.add_argument("--llama", action=argparse.BooleanOptionalAction, default=True, help="measures llama.cpp too")
     parser.add_argument("--prepare", action="store_true", help="only writes and converts the checkpoints")
