@@ -15,6 +15,7 @@ from kernels.cpu.library import DTYPES, check
 from kernels.cpu.routing import route
 from kernels.grouped_weight import GroupedWeight, alike
 from kernels.interface import AnyWeight, ClampedSwiglu, ExpertOps, ExpertWeights, PackedFormat, Routing
+from kernels.quantized_weight import as_floats
 from kernels.torch_backend.moe import TorchPackedExperts
 
 
@@ -30,6 +31,8 @@ class PanelExperts:
         gate_up_bias: float32 [E, 2I] or None.
         down_bias: float32 [E, H] or None.
         inner: I.
+        order: int64 [E, H], as PanelLinear's, of `gate_up`; None if all are in order.
+        down_order: int64 [E, I], the same of `down`.
     """
 
     first: int
@@ -42,6 +45,8 @@ class PanelExperts:
     down_bias: torch.Tensor | None
     inner: int
     clamp: ClampedSwiglu | None
+    order: torch.Tensor | None = None
+    down_order: torch.Tensor | None = None
 
 
 class CpuExpertOps(ExpertOps):
@@ -102,7 +107,8 @@ def pack(
         inner = expert.down.shape[1]
     panels = linear.stacked(gate_up), linear.stacked(down)
     code, down_code = (packed[0].code if packed else 0 for packed in (gate_up, down))
-    return PanelExperts(first, len(down), *panels, code, down_code, _biases(gate_up), _biases(down), inner, clamp)
+    biases, orders = (_biases(gate_up), _biases(down)), (_orders(gate_up), _orders(down))
+    return PanelExperts(first, len(down), *panels, code, down_code, *biases, inner, clamp, *orders)
 
 
 def _alike(experts: Iterable[ExpertWeights]) -> Iterator[ExpertWeights]:
@@ -123,12 +129,19 @@ def _alike(experts: Iterable[ExpertWeights]) -> Iterator[ExpertWeights]:
 
 def _in_one_form(weights: list[AnyWeight]) -> Sequence[AnyWeight]:
     grouped = [weight for weight in weights if isinstance(weight, GroupedWeight)]
-    return alike(grouped) if len(grouped) == len(weights) else weights
+    # A single expert is converted to floats if its gates and ups order their columns differently.
+    return alike(grouped) if len(grouped) == len(weights) else [as_floats(weight) for weight in weights]
 
 
 def _biases(packed: list[linear.PanelLinear]) -> torch.Tensor | None:
     biases = [one.bias for one in packed if one.bias is not None]
     return torch.stack(biases) if biases else None
+
+
+def _orders(packed: list[linear.PanelLinear]) -> torch.Tensor | None:
+    if all(one.order is None for one in packed):
+        return None
+    return torch.stack([torch.arange(one.inner) if one.order is None else one.order for one in packed])
 
 
 def moe(
@@ -153,9 +166,11 @@ def moe(
             packed.code,
             packed.gate_up.data_ptr(),
             None if packed.gate_up_bias is None else packed.gate_up_bias.data_ptr(),
+            None if packed.order is None else packed.order.data_ptr(),
             packed.down_code,
             packed.down.data_ptr(),
             None if packed.down_bias is None else packed.down_bias.data_ptr(),
+            None if packed.down_order is None else packed.down_order.data_ptr(),
             0.0 if packed.clamp is None else packed.clamp.alpha,
             0.0 if packed.clamp is None else packed.clamp.limit,
             out.data_ptr(),

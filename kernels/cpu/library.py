@@ -40,7 +40,8 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
         ctypes.c_int,
         (
             *(_INT, _POINTER, _INT, _INT, _INT, _INT, _POINTER, _POINTER, _INT, _INT),
-            *(_INT, _POINTER, _POINTER, _INT, _POINTER, _POINTER, _FLOAT, _FLOAT, _POINTER),
+            *((_INT, _POINTER, _POINTER, _POINTER) * 2),
+            *(_FLOAT, _FLOAT, _POINTER),
         ),
     ),
     "fissile_norm": (

@@ -106,10 +106,11 @@ class Products {
   int64_t numbers_ = 0;
 };
 
-// Weight `i` of several equal-shaped weights that are packed one after another, as their biases are.
+// Weight `i` of several equal-shaped weights that are packed one after another, as their biases and orders are.
 Weight nth(Weight first, int64_t i) {
   first.panels = static_cast<const char*>(first.panels) + i * packed_bytes(first.dtype, first.columns, first.inner);
   if (first.bias) first.bias += i * first.columns;
+  if (first.order) first.order += i * first.inner;
   return first;
 }
 
@@ -216,12 +217,13 @@ bool multiply(const Pairs& pairs, int64_t dtype, const Weight& first, const void
 }  // namespace
 
 // Computes `experts` experts, of which the first has id `first`. x and y [rows, hidden], ids and weights [rows, slots],
-// all contiguous. An expert has `inner` inner units. `alpha` and `limit` are those of SiluAndMul.
+// all contiguous. An expert has `inner` inner units. `alpha` and `limit` are those of SiluAndMul. Orders
+// [experts][hidden] and [experts][inner] are null, or those of Weight.
 FISSILE_API int fissile_moe(
     int64_t dtype, const void* x, int64_t rows, int64_t hidden, int64_t inner, int64_t slots, const int64_t* ids,
     const float* weights, int64_t first, int64_t experts, int64_t gate_up_dtype, const void* gate_up,
-    const float* gate_up_bias, int64_t down_dtype, const void* down, const float* down_bias, float alpha, float limit,
-    void* y) {
+    const float* gate_up_bias, const int64_t* gate_up_order, int64_t down_dtype, const void* down,
+    const float* down_bias, const int64_t* down_order, float alpha, float limit, void* y) {
   return failed([&] {
     const Pairs pairs(ids, rows, slots, first, experts);
     const int64_t count = static_cast<int64_t>(pairs.row_at.size());
@@ -233,10 +235,11 @@ FISSILE_API int fissile_moe(
     for (int64_t place = 0; place < count; place++)
       std::memcpy(offset(a, dtype, place * hidden), offset(x, dtype, pairs.row_at[place] * hidden),
                   static_cast<size_t>(hidden * size_of(dtype)));
-    if (!multiply(pairs, dtype, {gate_up_dtype, gate_up, gate_up_bias, 2 * inner, hidden}, a, b)) return false;
+    const Weight gates_ups{gate_up_dtype, gate_up, gate_up_bias, 2 * inner, hidden, gate_up_order};
+    if (!multiply(pairs, dtype, gates_ups, a, b)) return false;
     const SiluAndMul activation{dtype, b, count, 2 * inner, inner, a, inner, alpha, limit};
     share(kernels().silu_and_mul_tasks(activation), kernels().silu_and_mul, activation);
-    if (!multiply(pairs, dtype, {down_dtype, down, down_bias, hidden, inner}, a, b)) return false;
+    if (!multiply(pairs, dtype, {down_dtype, down, down_bias, hidden, inner, down_order}, a, b)) return false;
     const Combine sum{dtype, b, rows, slots, hidden, pairs.places.data(), weights, y};
     return share(kernels().combine_tasks(sum), kernels().combine, sum);
   });

@@ -70,8 +70,6 @@ def _refusal(build: Build, products: Sequence[Product]) -> str | None:
         if isinstance(stored, str):
             return stored
         formats.add(stored)
-    if len(products) > 1 and any(_has_order(build.weights, product) for product in products):
-        return "experts are stored in an order by activation"
     if len(formats) > 1:
         return "experts are stored in several formats"
     (stored,) = formats
@@ -79,11 +77,6 @@ def _refusal(build: Build, products: Sequence[Product]) -> str | None:
         return None
     numbers = "codes in groups" if stored == GROUPED else str(stored.numbers).removeprefix("torch.")
     return f"kernels {build.kernels.name!r} do not multiply {numbers}"
-
-
-def _has_order(weights: Weights, product: Product) -> bool:
-    found = (weights.quantized(part.name) for part in product)
-    return any(isinstance(tensor, GroupedTensor) and tensor.has_order for tensor in found)
 
 
 def _format(weights: Weights, product: Product) -> QuantizedFormat | str:

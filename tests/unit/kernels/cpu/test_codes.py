@@ -101,10 +101,15 @@ def test_gates_and_ups_in_codes(each_attention: CDLL) -> None:
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16])
-def test_experts_in_codes_equal_dequantized(each_attention: CDLL, dtype: torch.dtype) -> None:
-    """Experts whose codes differ in form get one; `down` has another than `gate_up`."""
-    ups = [grouped_weight(64, 96, *form) for form in (FORMS[0], FORMS[2], FORMS[6])]
-    downs = [grouped_weight(96, 32, *FORMS[7]) for _ in range(3)]
+@pytest.mark.parametrize("down", [FORMS[7], (4, 16, F16, True, False, True)], ids=["in order", "ordered"])
+def test_experts_in_codes_equal_dequantized(
+    each_attention: CDLL, dtype: torch.dtype, down: tuple[int, int, torch.dtype, bool, bool, bool]
+) -> None:
+    """Experts whose codes differ in form get one; `down` has another than `gate_up`, perhaps in an order."""
+    ups = [grouped_weight(64, 96, *form) for form in (FORMS[0], FORMS[2], FORMS[8 if down[5] else 6])]
+    downs = [grouped_weight(96, 32, *down) for _ in range(3)]
+    if down[5]:
+        downs[1] = replace(downs[1], order=torch.arange(32).flip(0))
     in_codes = [ExpertWeights(*each) for each in zip(ups, downs, strict=True)]
     as_values = [ExpertWeights(as_floats(one.gate_up), as_floats(one.down)) for one in in_codes]
     x = drawn(1, 96, 11, dtype)[1]
@@ -116,6 +121,16 @@ def test_experts_in_codes_equal_dequantized(each_attention: CDLL, dtype: torch.d
     ]
     tolerance = 1e-5 if dtype == F32 else 0.03
     assert torch.allclose(outs[0], outs[1], rtol=tolerance, atol=tolerance * float(outs[1].abs().max()))
+
+
+def test_experts_in_codes_and_floats_become_floats(native: CDLL) -> None:
+    """A single expert is in floats if its gates and ups order their columns differently."""
+    ups, downs = ([grouped_weight(n, k, *FORMS[8]) for _ in range(2)] for n, k in ((64, 96), (96, 32)))
+    mixed = [ExpertWeights(as_floats(ups[0]), downs[0]), ExpertWeights(ups[1], downs[1])]
+    floats = [ExpertWeights(as_floats(up), down) for up, down in zip(ups, downs, strict=True)]
+    x, ids, shares = drawn(1, 96, 5, F32)[1], torch.arange(10).view(5, 2) % 2, torch.full((5, 2), 0.5)
+    outs = [experts.moe(native, x, ids, shares, experts.pack(native, each, 0, None, F32)) for each in (mixed, floats)]
+    assert torch.equal(*outs)
 
 
 @pytest.mark.parametrize(("n", "k"), [(40, 320), (7, 45)])
