@@ -34,7 +34,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def ask(service: Service, tokens: list[int] = PROMPT) -> Answer:
     params = pb.SamplingParams(max_tokens=8, seed=3, temperature=1.0, ignore_eos=True)
-    return generate(service.stub, pb.GenerateRequest(token_ids=pb.TokenIds(ids=tokens), sampling_params=params))
+    request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=tokens), sampling_params=params)
+    request.output_options.return_token_ids = True
+    answer = generate(service.stub, request)
+    assert len(answer.token_ids) == 8
+    return answer
 
 
 def until(is_true: Callable[[], bool]) -> None:
@@ -144,6 +148,6 @@ def test_wrong_tier_is_refused_in_one_line(model: Path) -> None:
     done = CliRunner().invoke(worker, arguments)
     assert isinstance(done.exception, CommandError)
     assert str(done.exception) == (
-        "kv_tiers names 'disk'; valid: memory:SIZE, files:FOLDER:SIZE and redis://HOST:PORT/DATABASE, each at "
-        "most once, with commas between"
+        "kv_tiers names 'disk'; valid: memory:SIZE, files:FOLDER:SIZE, mooncake://MASTER:PORT?segment=SIZE and "
+        "redis://HOST:PORT/DATABASE, each at most once, with commas between"
     )

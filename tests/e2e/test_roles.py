@@ -128,4 +128,4 @@ def test_role_without_shared_tier_is_refused(model: Path) -> None:
     arguments = ["--model", str(model), "--port", str(free_port()), "--role", "prefill", "--kv-tiers", "memory:1GiB"]
     done = CliRunner().invoke(worker, arguments)
     assert isinstance(done.exception, CommandError)
-    assert str(done.exception) == "--role needs --kv-tiers with files or redis, where the other half finds the blocks"
+    assert str(done.exception) == "--role needs --kv-tiers that workers share, where the other half finds the blocks"

@@ -72,7 +72,7 @@ def worker_options(
         cost = None if simulate is None else cost_model(simulate)
         check_tiers(config.kv_tiers)
         if others["role"] != ROLES[0] and not is_shared(config.kv_tiers):
-            raise CommandError("--role needs --kv-tiers with files or redis, where the other half finds the blocks")
+            raise CommandError("--role needs --kv-tiers that workers share, where the other half finds the blocks")
     except ApiError as error:
         raise CommandError(str(error)) from None
     return WorkerOptions(

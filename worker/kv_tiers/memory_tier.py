@@ -59,11 +59,13 @@ class MemoryTier:
             start = entry.slot * self._width
             return self._area[start : start + self._width]
 
-    def put(self, name: bytes, parent: bytes, value: bytes) -> None:
-        """Keeps a value; a no-op if the name has one, or if there is no room for any."""
+    def put(self, name: bytes, parent: bytes, value: bytes) -> bool:
+        """Keeps a value, unless the name has one. False without room for any."""
         with self._lock:
-            if name in self._entries or len(value) != self._width or not (self._free or self._evict(parent)):
-                return
+            if name in self._entries:
+                return True
+            if len(value) != self._width or not (self._free or self._evict(parent)):
+                return False
             slot = self._free.pop()
             self._area[slot * self._width : (slot + 1) * self._width] = value
             # Only a parent that is here now counts its children, and stays as long as it has any.
@@ -72,6 +74,7 @@ class MemoryTier:
             self._touch(name, entry)
             if entry.parent:
                 self._entries[parent].num_children += 1
+            return True
 
     def watch(self) -> None:
         """Makes `take_changes` report changes from now on."""
@@ -94,8 +97,12 @@ class MemoryTier:
         """Forgets a value; blocks behind it stay until they are the least recently used."""
         with self._lock:
             entry = self._entries.get(name)
-            if entry is not None and not entry.num_children:
-                self._remove(name, entry)
+            if entry is None:
+                return
+            for each in self._entries.values() if entry.num_children else ():
+                if each.parent == name:
+                    each.parent = b""
+            self._remove(name, entry)
 
     def clear(self) -> None:
         """Forgets all values."""
@@ -105,6 +112,10 @@ class MemoryTier:
                 self._note(name, False)
             self._entries.clear()
             self._ends.clear()
+
+    def close(self) -> None:
+        """Forgets all values."""
+        self.clear()
 
     def _note(self, name: bytes, is_kept: bool) -> None:
         if self._changes is not None:

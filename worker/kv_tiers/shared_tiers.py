@@ -52,8 +52,8 @@ class FileTier:
             os.utime(path)
         return value
 
-    def put(self, name: bytes, parent: bytes, value: bytes) -> None:
-        """Keeps a value; a no-op if the name has one.
+    def put(self, name: bytes, parent: bytes, value: bytes) -> bool:
+        """Keeps a value, unless the name has one. Returns True.
 
         Raises:
             OSError: there is no room or no permission.
@@ -61,7 +61,7 @@ class FileTier:
         del parent
         path = self._path(name)
         if path.exists():
-            return
+            return True
         if self._bytes + len(value) > self._most or self._own > self._most // _FREED_SHARE:
             self._make_room(len(value))
         path.parent.mkdir(mode=0o700, exist_ok=True)
@@ -74,10 +74,14 @@ class FileTier:
             raise
         self._bytes += len(value)
         self._own += len(value)
+        return True
 
     def drop(self, name: bytes) -> None:
         """Forgets a value. Raises OSError."""
         self._path(name).unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Keeps the files for other workers."""
 
     def _path(self, name: bytes) -> Path:
         text = name.hex()
@@ -130,11 +134,16 @@ class RedisTier:
         value = self._client.get(_PREFIX + name)
         return value if isinstance(value, bytes) else None
 
-    def put(self, name: bytes, parent: bytes, value: bytes) -> None:
-        """Keeps a value. Raises the client's errors."""
+    def put(self, name: bytes, parent: bytes, value: bytes) -> bool:
+        """Keeps a value; True. Raises the client's errors."""
         del parent
         self._client.set(_PREFIX + name, value)
+        return True
 
     def drop(self, name: bytes) -> None:
         """Forgets a value. Raises the client's errors."""
         self._client.delete(_PREFIX + name)
+
+    def close(self) -> None:
+        """Ends the connections."""
+        self._client.close()

@@ -12,10 +12,15 @@ from urllib.parse import urlsplit
 from common.errors import InvalidFieldError
 from common.params.options.types import ByteSize
 from worker.kv_tiers.memory_tier import MemoryTier
+from worker.kv_tiers.mooncake_tier import MooncakeTier, read_settings
 from worker.kv_tiers.shared_tiers import FileTier, RedisTier
 from worker.kv_tiers.tiers import HEADER_BYTES, KvTier
 
-VALID: Final = "memory:SIZE, files:FOLDER:SIZE and redis://HOST:PORT/DATABASE, each at most once, with commas between"
+VALID: Final = (
+    "memory:SIZE, files:FOLDER:SIZE, mooncake://MASTER:PORT?segment=SIZE and redis://HOST:PORT/DATABASE, each at most "
+    "once, with commas between"
+)
+_ORDER: Final = ("memory", "files", "mooncake", "redis")
 _FILES: Final = re.compile(r"(.+):([^:]+)")
 # Kinds of tiers by the schemes of URLs that differ from them.
 _KINDS: Final = {"rediss": "redis"}
@@ -30,7 +35,7 @@ def check_tiers(text: str) -> None:
     """Checks the text of the option.
 
     Raises:
-        InvalidFieldError: it names an unknown tier, one twice, a wrong size, or Redis where its client is missing.
+        InvalidFieldError: it names an unknown tier, one twice, a wrong size, or a store whose client is missing.
     """
     _parts(text)
 
@@ -56,7 +61,7 @@ def shared_stores(text: str) -> tuple[str, ...]:
 
 
 def open_tiers(text: str, block_bytes: int) -> dict[str, KvTier]:
-    """The tiers that the option names, in the order: memory, files, Redis.
+    """The tiers that the option names, in the order: memory, files, Mooncake, Redis.
 
     Args:
         text: of the option.
@@ -67,7 +72,7 @@ def open_tiers(text: str, block_bytes: int) -> dict[str, KvTier]:
     """
     parts = _parts(text)
     try:
-        return {kind: parts[kind](block_bytes) for kind in ("memory", "files", "redis") if kind in parts}
+        return {kind: parts[kind](block_bytes) for kind in _ORDER if kind in parts}
     except OSError as error:
         raise InvalidFieldError("kv_tiers", f"cannot be opened: {error}", "a folder that can be written") from None
 
@@ -88,6 +93,9 @@ def _read(part: str) -> tuple[str, _Open]:
     if kind in ("redis", "rediss"):
         server = RedisTier(part)
         return "redis", lambda block_bytes: server
+    if kind == "mooncake":
+        settings = read_settings(part)
+        return kind, lambda block_bytes: MooncakeTier(settings, HEADER_BYTES + block_bytes)
     try:
         if kind == "memory":
             size = ByteSize().read(rest)

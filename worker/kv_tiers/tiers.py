@@ -83,12 +83,16 @@ class KvTier(Protocol):
         """The value, None without one."""
         ...
 
-    def put(self, name: bytes, parent: bytes, value: bytes) -> None:
-        """Keeps a value; `parent` names the block before."""
+    def put(self, name: bytes, parent: bytes, value: bytes) -> bool:
+        """Keeps a value; `parent` names the block before. False if there is no room for it now."""
         ...
 
     def drop(self, name: bytes) -> None:
         """Forgets a value."""
+        ...
+
+    def close(self) -> None:
+        """Gives back what the tier holds. No call succeeds afterwards."""
         ...
 
 
@@ -149,25 +153,32 @@ class _Shelf:
         self._rests_until = 0.0
 
     def get(self, name: bytes, size: int) -> tuple[bytes | None, str]:
-        """The block of this name if the tier has it undamaged, and the result."""
+        """The block of this name if the tier has it undamaged, and the result. A damaged one leaves the tier."""
         began = self._clock()
         value = self._try(lambda: self.tier.get(name), None)
         block = None if value is None else unpack(name, value, size)
         result = MISS if value is None else DAMAGED if block is None else HIT
         self._count(result)
         self._add_traffic(READ, len(value or b""), began)
+        if result == DAMAGED:
+            log.error("KV tier returned a damaged block", tier=self.name, block=name.hex())
+            self.drop(name)
         return block, result
 
     def put(self, name: bytes, parent: bytes, value: bytes) -> None:
         """Keeps a value if the tier works."""
         began = self._clock()
-        is_stored = self._try(lambda: self._put(name, parent, value), False)
+        is_stored = self._try(lambda: self.tier.put(name, parent, value), False)
         self._count(STORED if is_stored else DROPPED)
         self._add_traffic(WRITE, len(value) if is_stored else 0, began)
 
     def drop(self, name: bytes) -> None:
         """Forgets a block if the tier works."""
         self._try(lambda: self.tier.drop(name), None)
+
+    def close(self) -> None:
+        """Gives back what the tier holds."""
+        self._try(self.tier.close, None)
 
     def _count(self, result: str) -> None:
         with self._lock:
@@ -178,10 +189,6 @@ class _Shelf:
         with self._lock:
             before = self.traffic[operation]
             self.traffic[operation] = before[0] + num_bytes, before[1] + seconds
-
-    def _put(self, name: bytes, parent: bytes, value: bytes) -> bool:
-        self.tier.put(name, parent, value)
-        return True
 
     def _try(self, call: Callable[[], T], otherwise: T) -> T:
         if self._clock() < self._rests_until:
@@ -304,7 +311,7 @@ class KvTiers:
         return {(each.name, operation): done for each in self._shelves for operation, done in each.traffic.items()}
 
     def close(self) -> None:
-        """Ends the threads, once what they do now is done."""
+        """Ends the threads once what they do now is done, then closes the tiers."""
         self._values.put(None)
         for _ in range(_READERS):
             self._fetches.put(None)
@@ -341,6 +348,8 @@ class KvTiers:
             if value[2] is not None:
                 with self._lock:
                     self._num_unwritten -= 1
+        for shelf in self._shelves:
+            shelf.close()
 
     def _write_one(self, name: bytes, parent: bytes, block: bytes | None) -> None:
         packed = b"" if block is None else pack(name, block)

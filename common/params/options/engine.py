@@ -162,8 +162,9 @@ _SCHEDULING: Final = (
     Option(
         "--kv-tiers", "FISSILE_KV_TIERS",
         "Where cached KV blocks go besides the KV cache, so that prompts find more of their beginnings there: "
-        "memory:SIZE, files:FOLDER:SIZE and redis://HOST:PORT/DATABASE, with commas between. A block that is damaged, "
-        "missing or late is computed. Whoever can write to a tier can change answers. Default: nowhere.",
+        "memory:SIZE, files:FOLDER:SIZE, mooncake://MASTER:PORT?segment=SIZE and redis://HOST:PORT/DATABASE, with "
+        "commas between. A block that is damaged, missing or late is computed. Whoever can write to a tier can change "
+        "answers. Default: nowhere.",
         (SERVE, WORKER, OFFLINE), default="", metavar="TIER,TIER,...", is_passed_on=True, field="kv_tiers",
     ),
     Option(

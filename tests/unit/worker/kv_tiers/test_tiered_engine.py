@@ -54,14 +54,18 @@ class Liar:
             case _:
                 raise OSError("no answer")
 
-    def put(self, name: bytes, parent: bytes, value: bytes) -> None:
+    def put(self, name: bytes, parent: bytes, value: bytes) -> bool:
         del parent
         if self.rnd.random() < self.share:
             raise OSError("no room")
         self.values[name] = value
+        return True
 
     def drop(self, name: bytes) -> None:
         self.values.pop(name, None)
+
+    def close(self) -> None:
+        self.values.clear()
 
 
 def engine(tiers: Mapping[str, KvTier], rnd: random.Random) -> EngineCore:

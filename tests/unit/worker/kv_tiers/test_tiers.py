@@ -23,6 +23,7 @@ from worker.kv_tiers.memory_tier import MemoryTier
 from worker.kv_tiers.shared_tiers import FileTier
 from worker.kv_tiers.tier_option import open_tiers, shared_stores
 from worker.kv_tiers.tiers import (
+    DAMAGED,
     DROPPED,
     FAILED,
     HEADER_BYTES,
@@ -160,10 +161,13 @@ class Hanging:
         assert self.answers.wait(60)
         return None
 
-    def put(self, name: bytes, parent: bytes, value: bytes) -> None:
-        assert self.answers.wait(60)
+    def put(self, name: bytes, parent: bytes, value: bytes) -> bool:
+        return self.answers.wait(60)
 
     def drop(self, name: bytes) -> None:
+        assert self.answers.wait(60)
+
+    def close(self) -> None:
         assert self.answers.wait(60)
 
 
@@ -428,6 +432,14 @@ def test_interrupted_step_leaves_no_block_unwritten() -> None:
         ("disk:/tmp:1GiB", "names 'disk'"),
         ("memory:40", "at least two blocks"),
         ("redis://", "host"),
+        ("mooncake://master", "names a Mooncake store wrongly; valid: mooncake://MASTER:PORT"),
+        ("mooncake://:50051", "wrongly"),
+        ("mooncake://master:50051?segment=lots", "'lots' is not a size"),
+        ("mooncake://master:50051?protocol=smoke", "wrongly"),
+        ("mooncake://master:50051?segments=1GiB", "wrongly"),
+        ("mooncake://master:50051?segment", "wrongly"),
+        ("mooncake://user:secret@master:50051", "wrongly"),
+        ("mooncake://master:50051", "the package mooncake-transfer-engine-non-cuda is not installed"),
     ],
 )
 def test_wrong_option_names_field_and_what_is_valid(text: str, problem: str) -> None:
@@ -435,6 +447,27 @@ def test_wrong_option_names_field_and_what_is_valid(text: str, problem: str) -> 
         open_tiers(text, BYTES)
     assert "kv_tiers" in str(caught.value)
     assert "secret" not in str(caught.value)
+
+
+def test_damaged_value_leaves_its_tier_and_is_written_again(tmp_path: Path) -> None:
+    """Otherwise a tier that keeps values as they are would give the damaged one for ever."""
+    for tier in (MemoryTier(4 * VALUE, VALUE), FileTier(tmp_path, 4 * VALUE)):
+        tiers = KvTiers({"tier": tier}, BYTES)
+        # Values of another block, also in front of a block that stays.
+        tier.put(name(1), b"", value(9))
+        tier.put(name(1, 1), name(1), value(1, 1))
+        first = tiers.fetch([name(1)])
+        assert first is not None
+        until_read(first)
+        assert first.blocks == []
+        assert tiers.counts().get(("tier", DAMAGED), 0) == 1
+        tiers.store([(name(1), b"", bytes([1]).ljust(BYTES, b"-"))])
+        until(lambda tiers=tiers: tiers.counts().get(("tier", STORED), 0) == 1)  # type: ignore[misc]
+        second = tiers.fetch([name(1), name(1, 1)])
+        assert second is not None
+        until_read(second)
+        assert len(second.blocks) == 2
+        tiers.close()
 
 
 def test_option_opens_tiers_fastest_first(tmp_path: Path) -> None:
@@ -451,6 +484,9 @@ def test_shared_store_is_named_by_its_place_alone(tmp_path: Path) -> None:
     (second,) = shared_stores("redis://cache:6379/0")
     assert shared_stores("rediss://user:secret@cache:6379/0") == (second,)
     assert shared_stores("redis://cache:6379/1") != (second,)
+    lent, borrowed = (shared_stores(f"mooncake://master:50051{size}") for size in ("?segment=1GiB", ""))
+    assert lent == borrowed
+    assert lent[0].startswith("mooncake:")
     assert shared_stores(f"redis://cache:6379/0,{files}:1MiB") == (second, first)
     assert first.startswith("files:")
     assert shared_stores("memory:1MiB") == shared_stores("") == ()
