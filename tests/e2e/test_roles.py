@@ -46,7 +46,9 @@ def ask(service: Service, seed: int, *, tokens: int = 90, max_tokens: int = 12) 
     rnd = random.Random(seed)
     params = pb.SamplingParams(max_tokens=max_tokens, seed=seed, temperature=1.0, ignore_eos=True)
     ids = [rnd.randrange(5, 250) for _ in range(tokens)]
-    return generate(service.stub, pb.GenerateRequest(token_ids=pb.TokenIds(ids=ids), sampling_params=params))
+    request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=ids), sampling_params=params)
+    request.output_options.return_token_ids = True
+    return generate(service.stub, request)
 
 
 def finish(answer: Answer) -> tuple[str, int, bool]:

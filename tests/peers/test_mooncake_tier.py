@@ -148,3 +148,24 @@ def test_master_that_stops_and_dies_changes_no_token(model: Path, tmp_path: Path
                 master.send(sent)
             assert [each.result().token_ids for each in running] == expected
         wait_until(lambda: has_asked(service) and blocks(metrics_port, FAILED) > 0)
+
+
+def test_prompt_moves_from_prefill_to_decode_worker(model: Path, tmp_path: Path, master: MooncakeMaster) -> None:
+    prompts = [[RND.randrange(5, 250) for _ in range(100)] for _ in range(80)]
+    expected = wanted(model, prompts)
+    options = ["--kv-tiers", f"{master.tier}?segment=64MiB"]
+    roles = ("prefill", "decode")
+    with running_service(tmp_path, model, roles=roles, worker_options=options, environment=OWN) as service:
+        decode, metrics_port = service.workers[1], free_port()
+        decode.stop(signal.SIGKILL)
+        decode.arguments += ["--metrics-port", str(metrics_port)]
+        decode.start()
+        decode.wait_serving()
+        wait_workers(service, 2)
+        for prompt, tokens in zip(prompts, expected, strict=True):
+            answer = ask(service, prompt)
+            assert answer.token_ids == tokens
+            assert answer.finish is not None
+            assert (answer.finish.worker_id, answer.finish.attempts, answer.finish.exact) == ("worker-1", 2, True)
+        # The decode worker may compute a prompt whose blocks are late, but not all of them.
+        assert blocks(metrics_port, HIT) > 0
