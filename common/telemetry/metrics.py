@@ -6,6 +6,7 @@ same functions.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
@@ -172,18 +173,19 @@ class MetricHistogram:
         if self._shown is not None:
             self._shown.record(value, labels)
         if self._exported is not None:
-            self._exported.record(value, labels, _exemplar_context())
+            self._exported.record(value, labels, _exemplar_context(sampled_trace()))
 
     def points(self) -> list[HistogramPoint]:
         """The values that scrapers see."""
         return [] if self._shown is None else self._shown.points()
 
 
-def _exemplar_context() -> Context | None:
-    """Context with the current trace, from which the SDK takes exemplars; None if the trace is not sampled."""
-    if (ids := sampled_trace()) is None:
+@functools.lru_cache
+def _exemplar_context(trace: tuple[str, str] | None) -> Context | None:
+    """Context with a sampled trace, from which the SDK takes exemplars; None without one."""
+    if trace is None:
         return None
-    trace_id, span_id = (int(part, 16) for part in ids)
+    trace_id, span_id = (int(part, 16) for part in trace)
     span = SpanContext(trace_id, span_id, is_remote=False, trace_flags=TraceFlags(TraceFlags.SAMPLED))
     return set_span_in_context(NonRecordingSpan(span))
 

@@ -15,6 +15,7 @@ Names follow OpenTelemetry's rules for Prometheus, so a collector's exporter wou
 from __future__ import annotations
 
 import bisect
+import functools
 import math
 import re
 import threading
@@ -48,7 +49,12 @@ _HELP_ESCAPES: Final = str.maketrans({"\\": r"\\", "\n": r"\n"})
 
 def sampled_trace() -> tuple[str, str] | None:
     """Ids of the current request's trace and span, in hexadecimal; None if the trace is not sampled."""
-    found = _SAMPLED.fullmatch(current_traceparent.get())
+    return _sampled_ids(current_traceparent.get())
+
+
+@functools.lru_cache  # A request records some twenty values.
+def _sampled_ids(traceparent: str) -> tuple[str, str] | None:
+    found = _SAMPLED.fullmatch(traceparent)
     return None if found is None else (found[1], found[2])
 
 

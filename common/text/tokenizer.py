@@ -43,15 +43,7 @@ TOKENIZER_FILES: Final = (
 # Folder of named chat templates, each in a separate file.
 TEMPLATE_FOLDER: Final = "additional_chat_templates"
 _TEMPLATE_FILE: Final = re.compile(rf"{TEMPLATE_FOLDER}/[^/\0]{{1,128}}\.jinja")
-NAMED_TOKENS: Final = (
-    "bos_token",
-    "eos_token",
-    "unk_token",
-    "sep_token",
-    "pad_token",
-    "cls_token",
-    "mask_token",
-)
+NAMED_TOKENS: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 # Noncharacters are reserved by Unicode for use inside a program, so no text has them.
 MARK_START: Final = "\ufdd0"
 MARK_END: Final = "\ufdd1"

@@ -204,8 +204,7 @@ def _call_of(call: Callable[[Client, Sequence[str]], T], part: Sequence[str], cl
 def added_usage(total: pb.Usage, usage: pb.Usage) -> pb.Usage:
     """Adds two token counts."""
     return pb.Usage(
-        prompt_tokens=total.prompt_tokens + usage.prompt_tokens,
-        cached_tokens=total.cached_tokens + usage.cached_tokens,
+        prompt_tokens=total.prompt_tokens + usage.prompt_tokens, cached_tokens=total.cached_tokens + usage.cached_tokens
     )
 
 
