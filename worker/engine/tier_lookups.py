@@ -42,6 +42,8 @@ _MOST_BLOCKS: Final = 4096
 # Wait for a tier while no step has shown how fast prompts are computed, and the shortest wait.
 _UNKNOWN_WAIT_S: Final = 1.0
 _LEAST_WAIT_S: Final = 0.02
+# One in this number of prompts is computed without tiers, and its blocks are compared with theirs.
+_AUDIT_EVERY: Final = 256
 # Time after which blocks that another worker has just computed are asked for again.
 _ASK_AGAIN_S: Final = 0.01
 
@@ -80,6 +82,10 @@ class Fetch(Protocol):
 
 class BlockStore(Protocol):
     """The tiers."""
+
+    def audit(self, names: Iterable[bytes]) -> None:
+        """Compares these blocks, and no longer earlier ones, with the tiers' when they are stored."""
+        ...
 
     def has(self, name: bytes) -> bool:
         """True if a block need not be stored."""
@@ -233,6 +239,7 @@ class TierLookups:
         self._down: dict[int, BlockKey] = {}
         self._up: list[tuple[int, bytes]] = []
         self._granules: MemoryGranules | None = None
+        self._num_begun = 0
         self._blocks.on_published, self._blocks.on_forgotten = self.published, self.forgotten
 
     def published(self, seq: Sequence, place: int) -> None:
@@ -274,8 +281,7 @@ class TierLookups:
         names = self._names(seq, seq.num_tokens // seq.block_size)[place:]
         dropped = set(names)
         self._down = {block: key for block, key in self._down.items() if key.name not in dropped}
-        # The last first, because a tier keeps a block that has others behind it.
-        self.store.drop(names[::-1])
+        self.store.drop(names)
 
     def move_with(self, batch: ScheduledBatch) -> None:
         """Has a step read the published blocks before it writes anything, and write blocks before it computes."""
@@ -325,7 +331,11 @@ class TierLookups:
         wait_s = missing / prefill_rate if prefill_rate else _UNKNOWN_WAIT_S
         wait_s = max(_LEAST_WAIT_S, wait_s)
         lookup = self._lookups[seq.id] = _Lookup(seq, start, now + wait_s, wait_s)
-        self._set_wait(seq, missing > 0 and not self.store.is_resting, now)
+        self._num_begun += missing > 0
+        is_audited = missing > 0 and self._num_begun % _AUDIT_EVERY == 0
+        if is_audited:
+            self.store.audit(self._names(seq, self._hittable(seq))[start:])
+        self._set_wait(seq, missing > 0 and not is_audited and not self.store.is_resting, now)
         return lookup
 
     def _set_wait(self, seq: Sequence, waits: bool, now: float) -> None:

@@ -49,6 +49,8 @@ FAILED: Final = "failed"
 STORED: Final = "stored"
 DROPPED: Final = "dropped"
 LATE: Final = "late"
+EQUAL: Final = "equal"
+DIFFERENT: Final = "different"
 # Operations of a tier.
 READ: Final = "read"
 WRITE: Final = "write"
@@ -144,7 +146,7 @@ class _Shelf:
     def __init__(self, name: str, tier: KvTier, clock: Callable[[], float]) -> None:
         self.name = name
         self.tier = tier
-        self.counts = Counter(dict.fromkeys((HIT, MISS, DAMAGED, FAILED, STORED, DROPPED), 0))
+        self.counts = Counter(dict.fromkeys((HIT, MISS, DAMAGED, FAILED, STORED, DROPPED, EQUAL, DIFFERENT), 0))
         # Bytes and seconds.
         self.traffic = {READ: (0, 0.0), WRITE: (0, 0.0)}
         self._lock = threading.Lock()
@@ -171,6 +173,23 @@ class _Shelf:
         is_stored = self._try(lambda: self.tier.put(name, parent, value), False)
         self._count(STORED if is_stored else DROPPED)
         self._add_traffic(WRITE, len(value) if is_stored else 0, began)
+
+    def audit(self, name: bytes, block: bytes) -> bool:
+        """Compares a block that this worker has computed with the tier's. Drops the tier's if they differ.
+
+        Returns:
+            True if they are equal, or if the tier has none.
+        """
+        value = self._try(lambda: self.tier.get(name), None)
+        kept = None if value is None else unpack(name, value, len(block))
+        if kept is None:
+            return True
+        if kept != block:
+            self.drop(name)
+        self._count(EQUAL if kept == block else DIFFERENT)
+        if kept != block:
+            log.error("KV tier has another block than this worker computes", tier=self.name, name=name.hex())
+        return kept == block
 
     def drop(self, name: bytes) -> None:
         """Forgets a block if the tier works."""
@@ -225,6 +244,7 @@ class KvTiers:
         self._num_read = self._num_unwritten = self._num_dropped = self._num_late = 0
         self._clock = clock
         self._late_in_row, self._rests_until = 0, 0.0
+        self._audited: frozenset[bytes] = frozenset()
         self._fetches: queue.SimpleQueue[KvFetch | None] = queue.SimpleQueue()
         self._values: queue.SimpleQueue[tuple[bytes, bytes, bytes | None] | None] = queue.SimpleQueue()
         # Daemons, because a tier may hang for ever.
@@ -232,9 +252,13 @@ class KvTiers:
         for thread in (*threads, threading.Thread(target=self._write, name="kv writer", daemon=True)):
             thread.start()
 
+    def audit(self, names: Iterable[bytes]) -> None:
+        """Compares these blocks, and no longer earlier ones, with the tiers' when they are stored."""
+        self._audited = frozenset(names)
+
     def has(self, name: bytes) -> bool:
         """True if host memory keeps this block, so that it need not be stored."""
-        return any(tier.has(name) for tier in self._memory)
+        return name not in self._audited and any(tier.has(name) for tier in self._memory)
 
     def watch_memory(self) -> bool:
         """Makes `take_memory_changes` report changes of host memory. False if no tier is in host memory."""
@@ -354,7 +378,9 @@ class KvTiers:
     def _write_one(self, name: bytes, parent: bytes, block: bytes | None) -> None:
         packed = b"" if block is None else pack(name, block)
         for shelf in self._shelves:
-            if packed:
-                shelf.put(name, parent, packed)
+            if block is not None:
+                # Which of two different blocks is wrong is unknown, so neither stays.
+                if name not in self._audited or shelf.audit(name, block):
+                    shelf.put(name, parent, packed)
             else:
                 shelf.drop(name)

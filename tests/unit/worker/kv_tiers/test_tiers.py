@@ -15,6 +15,7 @@ from common.errors import InvalidFieldError
 from common.params.sampling_params import SamplingParams
 from common.telemetry.names import Stage
 from tests.unit.worker.engine.small_engine import BLOCK, engine, prompts
+from worker.engine import tier_lookups
 from worker.engine.batch import ScheduledBatch, ScheduledBatchOutput
 from worker.engine.outputs import sequence_times
 from worker.engine.sequence import Sequence
@@ -24,7 +25,9 @@ from worker.kv_tiers.shared_tiers import FileTier
 from worker.kv_tiers.tier_option import open_tiers, shared_stores
 from worker.kv_tiers.tiers import (
     DAMAGED,
+    DIFFERENT,
     DROPPED,
+    EQUAL,
     FAILED,
     HEADER_BYTES,
     LATE,
@@ -328,6 +331,38 @@ def test_wait_for_tiers_is_a_stage_and_says_what_was_found() -> None:
     moved = {operation: num_bytes // (HEADER_BYTES + size) for (_, operation), (num_bytes, _) in traffic.items()}
     assert moved == {READ: 2, WRITE: 3}
     assert all(seconds > 0 for _, seconds in traffic.values())
+    tiers.close()
+
+
+@pytest.mark.parametrize("place", [None, 0, 1, 2])
+def test_audited_prompt_is_computed_and_wrong_blocks_leave_their_tier(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, place: int | None
+) -> None:
+    """A block that another worker has computed wrongly has the right digest of the wrong bytes."""
+    monkeypatch.setattr(tier_lookups, "_AUDIT_EVERY", 2)
+    size, width = 16 * BLOCK, HEADER_BYTES + 16 * BLOCK
+    memory, files = MemoryTier(1 << 20, width), FileTier(tmp_path, 1 << 20)
+    tiers = KvTiers({"memory": memory, "files": files}, size)
+    core = engine(tiers=Tiers(tiers, root_name(["simulated"])))
+    tokens, params = prompts(48)[0], SamplingParams(max_tokens=1)
+    core.add_request(Sequence(tokens, BLOCK, params))
+    until(lambda: bool(core.step()) and not core.has_unfinished())
+    until(lambda: tiers.counts()["files", STORED] == 3)
+    seq = Sequence(tokens, BLOCK, params)
+    assert core.tiers is not None
+    names = core.tiers._names(seq, 3)
+    if place is not None:
+        for tier in (memory, files):
+            tier.drop(names[place])
+            tier.put(names[place], b"", pack(names[place], bytes(size)))
+    core.scheduler.block_manager.flush()
+    core.add_request(seq)
+    until(lambda: bool(core.step()) and not core.has_unfinished())
+    until(lambda: tiers.counts()["files", EQUAL] + tiers.counts()["files", DIFFERENT] == 3)
+    assert seq.num_cached_tokens == 0
+    for kind, tier in (("memory", memory), ("files", files)):
+        assert tiers.counts()[kind, DIFFERENT] == (place is not None)
+        assert [tier.get(each) is None for each in names] == [i == place for i in range(3)]
     tiers.close()
 
 
