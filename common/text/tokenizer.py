@@ -171,8 +171,10 @@ class Tokenizer:
         self.vocab_size = 1 + max(self._parsing.get_vocab().values(), default=-1)
         # The library takes time and memory for each id below the highest when it writes a vocabulary.
         if self.vocab_size > MAX_TOKEN_IDS:
-            highest = self.vocab_size - 1
-            raise TokenizerError(f"tokenizer.json has the token id {highest}; ids below {MAX_TOKEN_IDS} are valid")
+            raise TokenizerError(f"tokenizer.json has the id {self.vocab_size - 1}; valid: below {MAX_TOKEN_IDS}")
+        own = self._parsing.get_vocab(with_added_tokens=False)
+        if len(set(own.values())) < len(own):
+            raise TokenizerError("tokenizer.json gives several tokens the same id")
         written = self._parsing.to_str()
         self._plain = tokenizers.Tokenizer.from_str(written)
         self._plain.encode_special_tokens = True
@@ -204,10 +206,10 @@ class Tokenizer:
         """
         try:
             return cls(files)
-        except TokenizerError:
+        except (KeyboardInterrupt, SystemExit, TokenizerError):
             raise
-        # The files are JSON of any shape, and the library raises plain Exception.
-        except Exception as error:
+        # The files are JSON of any shape. The library raises Exception, or for a panic BaseException.
+        except BaseException as error:
             said = f"{type(error).__name__}: {_one_line(error)}"
             raise tokenizer_fault(files, f"the tokenizer's files are not of their usual form: {said}") from None
 
@@ -435,7 +437,7 @@ def _read(files: Mapping[str, bytes]) -> TokenizerParts:
     read_json(files, "tokenizer.json")
     try:
         return read_tokenizer(known, config, settings)
-    # transformers and its libraries raise exceptions of any kind, such as a Rust panic.
+    # transformers and its libraries raise exceptions of any kind.
     except Exception as error:
         raise tokenizer_fault(files, f"transformers cannot read the tokenizer: {_one_line(error)}") from None
 
@@ -466,7 +468,7 @@ def _spells_special(content: Mapping[str, Any], special: Set[str]) -> bool:
     return any(len(token) == 1 for token in special) or not special.isdisjoint(merged)
 
 
-def _one_line(error: Exception) -> str:
+def _one_line(error: BaseException) -> str:
     return " ".join(str(error).split())
 
 
