@@ -37,7 +37,6 @@ from opentelemetry.sdk.metrics.export import (
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
-from opentelemetry.trace import SpanContext
 from opentelemetry.util.types import Attributes
 
 from common.limits import MAX_EXPORTED_SERIES
@@ -59,8 +58,6 @@ _SDK_LOGGERS: Final = (
     "opentelemetry.sdk._shared_internal",
     "opentelemetry.sdk.metrics._internal.export",
 )
-
-
 GRPC: Final = "grpc"
 HTTP: Final = "http/protobuf"
 # Statuses of an export without an answer. CANCELLED is that of an export that was broken off.
@@ -126,8 +123,7 @@ class TraceExport:
 class MetricExport:
     """Meter provider that exports to the environment's collector, in a thread of its own.
 
-    It exports every OTEL_METRIC_EXPORT_INTERVAL milliseconds, 60,000 by default, and once more at the end. It has
-    the arguments of a TraceExport.
+    It exports every OTEL_METRIC_EXPORT_INTERVAL milliseconds, 60,000 by default, and at its end. See TraceExport.
     """
 
     def __init__(self, service_name: str, instance_id: str) -> None:
@@ -281,8 +277,7 @@ def _status_of(record: logging.LogRecord) -> str:
     """The status of gRPC or HTTP in a log record of the SDK; "" if it has none."""
     said = record.args if isinstance(record.args, tuple) else ()
     codes = (each.name for each in said if isinstance(each, grpc.StatusCode))
-    http = (f"HTTP {each}" for each in said if isinstance(each, int) and 100 <= each < 600)
-    return next(codes, next(http, ""))
+    return next(codes, next((f"HTTP {each}" for each in said if isinstance(each, int) and 100 <= each < 600), ""))
 
 
 class _SpanQueue(BatchSpanProcessor):
@@ -335,19 +330,23 @@ class _GrpcSpanExporter(OTLPSpanExporter):
         return request
 
 
-def _ids(context: SpanContext | None) -> dict[str, Any]:
-    assert context is not None
+def _ids(context: Any) -> dict[str, Any]:
     return {"trace_id": context.trace_id.to_bytes(16, "big"), "span_id": context.span_id.to_bytes(8, "big")}
 
 
 def _add_attributes(into: Any, attributes: Attributes) -> None:
+    """Adds attributes to a span, event or resource; leaves out values that OTLP cannot hold, as the SDK does."""
     for name, value in (attributes or {}).items():
-        into.add(key=name, value=_any_value(value))
+        count = len(into)
+        try:
+            into.add(key=name, value=_any_value(value))
+        except (TypeError, ValueError):
+            del into[count:]
 
 
 def _any_value(value: Any) -> dict[str, Any]:
     """A value of a span's attribute as arguments of OTLP's AnyValue."""
-    field = _FIELDS.get(type(value))
+    field = _FIELDS.get(type(value)) or next((name for kind, name in _FIELDS.items() if isinstance(value, kind)), "")
     return {field: value} if field else {"array_value": {"values": [*map(_any_value, value)]}}
 
 

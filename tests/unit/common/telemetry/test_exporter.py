@@ -11,8 +11,9 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent import futures
+from enum import StrEnum
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import grpc
 import pytest
@@ -282,3 +283,23 @@ def test_spans_are_encoded_as_by_the_sdk() -> None:
     assert any(each.events for each in spans)
     encoded = _GrpcSpanExporter(endpoint="127.0.0.1:1", insecure=True)._translate_data(spans)
     assert str(encoded).splitlines() == str(encode_spans(spans)).splitlines()
+
+
+@pytest.mark.parametrize("value", [None, 1 << 63, "\ud800", ["a", None], object()])
+def test_span_with_a_value_that_otlp_lacks_loses_that_attribute_alone(value: Any) -> None:
+    memory, provider = InMemorySpanExporter(), TracerProvider(shutdown_on_exit=False)
+    provider.add_span_processor(SimpleSpanProcessor(memory))
+    provider.get_tracer("t").start_span("s").end()
+    (span,) = memory.get_finished_spans()
+    span._attributes = {"first": 1, "bad": value, "mode": _Mode.FAST, "last": "x"}
+    encoded = _GrpcSpanExporter(endpoint="127.0.0.1:1", insecure=True)._translate_data([span])
+    (sent,) = encoded.resource_spans[0].scope_spans[0].spans
+    assert [(each.key, each.value.WhichOneof("value")) for each in sent.attributes] == [
+        ("first", "int_value"),
+        ("mode", "string_value"),
+        ("last", "string_value"),
+    ]
+
+
+class _Mode(StrEnum):
+    FAST = "fast"
