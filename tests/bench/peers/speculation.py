@@ -41,7 +41,7 @@ from tests.bench.peers.peers import http_serves
 from tests.e2e.service import free_port
 from worker.llm_engine import LLMEngine, StreamOutput
 
-TARGET, DRAFT = "weak-target", "weak-draft"
+TARGET, DRAFT = "weak-target-{}", "weak-draft-{}"  # of a shape
 DRAFT_LAYERS: Final = 4
 # Factor of the outputs of attention, and of layers after the draft's.
 ATTENTION: Final = 0.0
@@ -78,7 +78,8 @@ class Way:
 def weaken(folder: PeerFolder, shape: str) -> None:
     """Writes the target and its draft, unless they are there."""
     source = make(folder, shape)
-    if folder.checkpoint(DRAFT).exists():
+    target, draft = (folder.checkpoint(name.format(shape)) for name in (TARGET, DRAFT))
+    if draft.exists():
         return
     weights = load_file(source / "model.safetensors")
     for name in weights:
@@ -86,9 +87,9 @@ def weaken(folder: PeerFolder, shape: str) -> None:
         if _layer(name) >= DRAFT_LAYERS and ("o_proj" in name or "down_proj" in name):
             factor *= LATE
         weights[name] = (weights[name].float() * factor).bfloat16()
-    _write(source, folder.checkpoint(TARGET), weights, {})
+    _write(source, target, weights, {})
     first = {name: weight for name, weight in weights.items() if _layer(name) < DRAFT_LAYERS}
-    _write(source, folder.checkpoint(DRAFT), first, {"num_hidden_layers": DRAFT_LAYERS})
+    _write(source, draft, first, {"num_hidden_layers": DRAFT_LAYERS})
 
 
 def _layer(name: str) -> int:
@@ -119,10 +120,10 @@ def converted(folder: PeerFolder, name: str) -> Path:
     return target
 
 
-def fissile(folder: PeerFolder, spec: SpeculativeConfig | None, quantize: str) -> LLMEngine:
+def fissile(target: Path, spec: SpeculativeConfig | None, quantize: str) -> LLMEngine:
     """The engine in this process."""
     config = Config(
-        model=str(folder.checkpoint(TARGET)),
+        model=str(target),
         dtype="bfloat16",
         kernels="cpu",
         max_model_len=_CONTEXT,
@@ -130,6 +131,7 @@ def fissile(folder: PeerFolder, spec: SpeculativeConfig | None, quantize: str) -
         enable_prefix_caching=False,
         speculative_config=spec,
         quantize=quantize,
+        weights_cache=str(target.with_name("packed")),
     )
     engine = LLMEngine(config)
     if spec is not None:
@@ -153,12 +155,12 @@ def _by_engine(engine: LLMEngine, prompt: list[int], tokens: int) -> Decoded:
 
 
 @contextmanager
-def llama(folder: PeerFolder, threads: int, options: Sequence[str]) -> Iterator[Decode]:
+def llama(folder: PeerFolder, target: Path, threads: int, options: Sequence[str]) -> Iterator[Decode]:
     """A server of llama.cpp's, as long as it is used."""
     port = free_port()
     install = f"python -m tests.bench.peers.install llamacpp --folder {folder.root}"
     program = need(folder.llama_program("llama-server"), install)
-    command = [str(program), "-m", str(converted(folder, TARGET)), "--host", HOST, "--port", str(port)]
+    command = [str(program), "-m", str(target), "--host", HOST, "--port", str(port)]
     command += ["-c", str(_CONTEXT), "-np", "1", "-t", str(threads), "-tb", str(threads), "-fa", "on", "--no-webui"]
     command += ["--no-cache-prompt", "--cache-ram", "0"]
     with folder.log("llamacpp-speculation").open("ab") as log:
@@ -221,18 +223,20 @@ _LLAMA: Final = {
 
 def measure(folder: PeerFolder, options: argparse.Namespace) -> list[dict[str, Any]]:
     """Prints a line for each kind of prompts, engine and way; returns them for a file of results."""
-    draft = SpeculativeConfig(4, DRAFT_MODEL, str(folder.checkpoint(DRAFT)))
+    names = [name.format(options.shape) for name in (TARGET, DRAFT)]
+    target, draft = (folder.checkpoint(name) for name in names)
     with ExitStack() as servers:
         ways: list[Way] = []
         for quantize in options.quantize:
             suffix = "" if quantize == QUANTIZE_NO else f", {quantize}"
-            specs = {"plain": None, "lookup": _LOOKUP, "draft model": draft}
-            engines = {way: fissile(folder, spec, quantize) for way, spec in specs.items()}
+            specs = {"plain": None, "lookup": _LOOKUP, "draft model": SpeculativeConfig(4, DRAFT_MODEL, str(draft))}
+            engines = {way: fissile(target, spec, quantize) for way, spec in specs.items()}
             own = prompts(engines["plain"], options)
             ways += [Way("Fissile", way + suffix, partial(_by_engine, one), own) for way, one in engines.items()]
         for name, own_options in _LLAMA.items() if options.llama else ():
-            model = ("-md", str(converted(folder, DRAFT))) if name == "draft model" else ()
-            decode = servers.enter_context(llama(folder, options.threads, (*own_options, *model)))
+            whole, first = (converted(folder, each) for each in names)
+            model = ("-md", str(first)) if name == "draft model" else ()
+            decode = servers.enter_context(llama(folder, whole, options.threads, (*own_options, *model)))
             ways.append(Way("llama.cpp", name, decode, ways[0].prompts))
         rows = []
         for kind in ways[0].prompts:
@@ -287,7 +291,7 @@ def main() -> None:
     folder = PeerFolder(options.folder.resolve())
     weaken(folder, options.shape)
     for name in (TARGET, DRAFT) if options.llama else ():
-        converted(folder, name)
+        converted(folder, name.format(options.shape))
     if options.prepare:
         return
     torch.set_num_threads(options.threads)
