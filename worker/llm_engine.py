@@ -14,7 +14,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import asdict, dataclass, fields, replace
 from numbers import Integral
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import structlog
@@ -55,6 +55,8 @@ log = structlog.get_logger(__name__)
 Prompt = str | Seq[int]
 # Sampling parameters of a request. A mapping may name some; the others are the model's defaults.
 Given = SamplingParams | Mapping[str, Any] | None
+# Pause when a step had neither a batch nor outputs.
+_IDLE_WAIT_S: Final = 0.001
 _PARAMS = frozenset(field.name for field in fields(SamplingParams))
 
 
@@ -595,6 +597,7 @@ class LLMEngine:
             del self._requests[answer.request_id]
 
     def _step(self) -> None:
+        num_steps = self.core.num_steps
         try:
             outputs = self.core.step().outputs
         except EngineDeadError:
@@ -602,6 +605,9 @@ class LLMEngine:
                 self.core.abort(answer.seq.id)
                 self._end(answer)
             raise
+        if not outputs and self.core.num_steps == num_steps:
+            # Threads that read KV tiers or compile grammars hardly run beside a loop that never waits.
+            time.sleep(_IDLE_WAIT_S)
         # A sequence that a stop string ended has one more output, which is ignored.
         grown = [(self._live[out.request_id], out) for out in outputs if out.request_id in self._live]
         for answer, output in grown:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,8 +18,10 @@ from kernels.select import CPU_BACKENDS
 from tests.checkpoints import make_checkpoint, make_mtp_checkpoint
 from tests.covering import slow_but
 from tests.native import backend_or_skip
+from worker.engine.core import EngineDeadError
 from worker.kv_tiers.tiers import HIT, STORED
 from worker.llm_engine import LLMEngine
+from worker.ranks.rank_client import RankGroup
 
 SIZE, MODEL_LEN = 16, 128
 CASES = ("qwen3", "bfloat16", "fp8 cache", "deepseek_v3", "deepseek_v32", "gpt_oss", "mtp")
@@ -95,3 +99,37 @@ def test_answers_equal_those_without_tiers(case: str, kernels: str, tmp_path: Pa
     assert second.core.tiers is not None
     assert second.core.tiers.store.counts()["files", HIT] > 0
     second.close()
+
+
+@pytest.mark.slow
+def test_ranks_find_their_slices_also_after_a_rank_was_killed(tmp_path: Path) -> None:
+    fields = {**model("qwen3", tmp_path / "model"), "kernels": "cpu", "tensor_parallel_size": 2}
+    prompts, params = requests()
+    plain = engine(fields)
+    wanted = answers(plain, prompts, params)
+    plain.close()
+    small = {**fields, "num_kvcache_blocks": 2 * MODEL_LEN // SIZE, "max_num_seqs": 2, "enable_prefix_caching": True}
+    files = f"files:{tmp_path / 'kv'}:1GiB"
+    first = engine(small, kv_tiers=f"memory:64MiB,{files}")
+    assert first.core.tiers is not None
+    tiers = first.core.tiers.store
+    for _ in range(2):
+        assert answers(first, prompts, params) == wanted
+    assert tiers.counts()["memory", HIT] > 0
+    until(lambda: tiers.counts()["files", STORED] == tiers.counts()["memory", STORED])
+    assert isinstance(first.core.executor, RankGroup)
+    os.kill(first.core.executor.pids[1], signal.SIGKILL)
+    with pytest.raises(EngineDeadError):
+        answers(first, prompts, params)
+    first.close()
+    second = engine(small, kv_tiers=files)
+    assert answers(second, prompts, params) == wanted
+    assert second.core.tiers is not None
+    assert second.core.tiers.store.counts()["files", HIT] > 0
+    second.close()
+    # An engine of one rank has other slices, so it finds none of these blocks.
+    alone = engine({**small, "tensor_parallel_size": 1}, kv_tiers=files)
+    answers(alone, prompts[:1], params[:1])
+    assert alone.core.tiers is not None
+    assert alone.core.tiers.store.counts()["files", HIT] == 0
+    alone.close()

@@ -221,6 +221,8 @@ _FIELDS: Final = (
     "next_token_ids",
     "digested_blocks",
     "block_copies",
+    "blocks_down",
+    "blocks_up",
     "block_size",
 )
 
@@ -351,7 +353,6 @@ class ScheduledBatch:
         vars(batch).update(fields)
         batch.columns, batch.tables, batch.histories = columns, tables, histories
         batch.req_ids, batch.num_cached_tokens = columns.ids, columns.num_cached_tokens
-        batch.blocks_down, batch.blocks_up = {}, []
         return batch
 
     def _take_decodes(self, rows: list[Sequence]) -> None:

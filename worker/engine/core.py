@@ -200,7 +200,10 @@ class EngineCore:
 
         The next `step` returns its last output, with EndReason.CANCELLED.
         """
-        return self.scheduler.abort(seq_id, now=self._clock())
+        was_live = self.scheduler.abort(seq_id, now=self._clock())
+        if self.tiers is not None:
+            self.tiers.close_ended()
+        return was_live
 
     def set_deadline(self, seq_id: int, deadline: float | None) -> None:
         """Changes the deadline of a sequence; one that is not live is ignored."""
@@ -214,6 +217,8 @@ class EngineCore:
         now = self._clock()
         for seq_id in list(self.scheduler.lifecycle.live):
             self.scheduler.abort(seq_id, now=now, reason=reason, message=message)
+        if self.tiers is not None:
+            self.tiers.close_ended()
         return self.scheduler.take_outputs()
 
     def return_overdue(self, now: float) -> list[RequestOutput]:
@@ -228,6 +233,8 @@ class EngineCore:
         overdue = self.scheduler.overdue(now, max_wait_s)
         for seq in overdue:
             self.scheduler.abort(seq.id, now=now, message=_OVERLOAD)
+        if self.tiers is not None:
+            self.tiers.close_ended()
         return self.scheduler.take_outputs() if overdue else []
 
     def expire(self, now: float) -> int:

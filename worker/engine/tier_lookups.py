@@ -121,6 +121,15 @@ class BlockStore(Protocol):
         """Counts a fetch that took too long."""
         ...
 
+    def note_dropped(self) -> None:
+        """Counts a block that a step cannot read, because it reads `most_waiting` others."""
+        ...
+
+    @property
+    def most_waiting(self) -> int:
+        """Most blocks that may be on their way at once, in each direction."""
+        ...
+
     @property
     def is_resting(self) -> bool:
         """True if prompts do not wait now, because the last fetches took too long."""
@@ -246,7 +255,9 @@ class TierLookups:
         """Has the block that a sequence has published at `place` stored, unless host memory keeps it."""
         names = self._names(seq, place + 1)
         key = BlockKey(names[place], names[place - 1] if place else b"")
-        if not self.store.has(key.name):
+        if len(self._down) >= self.store.most_waiting:
+            self.store.note_dropped()
+        elif not self.store.has(key.name):
             self._down[seq.block_table[place]] = key
             self._note_granules(seq, range(place, place + 1))
 
@@ -296,6 +307,17 @@ class TierLookups:
         """Has a new sequence wait until it has asked the tiers, if they may have any of its blocks."""
         seq.waits_for_kv = self._hittable(seq) > 0
 
+    def close_ended(self) -> None:
+        """Ends the waits of sequences that run or have ended. One that is preempted asks anew.
+
+        An engine without work makes no step, so the blocks of sequences that end outside of one are given back here.
+        """
+        for seq_id, known in list(self._lookups.items()):
+            if known.seq.status is not SequenceStatus.WAITING:
+                known.seq.waits_for_kv = False
+                known.close()
+                del self._lookups[seq_id]
+
     def look(self, now: float, prefill_rate: float) -> None:
         """Asks tiers for the blocks of waiting prompts, and publishes those that were read.
 
@@ -303,12 +325,7 @@ class TierLookups:
             now: monotonic seconds.
             prefill_rate: tokens per second of prompts; 0 if it is not known.
         """
-        for seq_id, known in list(self._lookups.items()):
-            if known.seq.status is not SequenceStatus.WAITING:
-                # It runs or has ended. If it is preempted it asks anew.
-                known.seq.waits_for_kv = False
-                known.close()
-                del self._lookups[seq_id]
+        self.close_ended()
         # Blocks that are on their way; who needs one of them waits for it instead of asking again.
         coming = {self._names(each.seq, each.start + 1)[each.start] for each in self._lookups.values() if each.fetch}
         left, has_room = _MOST_BLOCKS, True

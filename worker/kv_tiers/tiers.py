@@ -231,6 +231,9 @@ class KvTiers:
         tiers: by name.
         block_bytes: of a block.
         clock: monotonic seconds.
+
+    Attributes:
+        most_waiting: most blocks that are read but not yet in the pool, and most that are not yet written.
     """
 
     def __init__(
@@ -239,7 +242,7 @@ class KvTiers:
         self._shelves = [_Shelf(name, tier, clock) for name, tier in tiers.items()]
         self._memory = [tier for tier in tiers.values() if isinstance(tier, MemoryTier)]
         self._block_bytes = block_bytes
-        self._most_waiting = max(1, MAX_WAITING_BYTES // block_bytes)
+        self.most_waiting = max(1, MAX_WAITING_BYTES // block_bytes)
         self._lock = threading.Lock()
         self._num_read = self._num_unwritten = self._num_dropped = self._num_late = 0
         self._clock = clock
@@ -285,7 +288,7 @@ class KvTiers:
     def fetch(self, names: Sequence[bytes]) -> KvFetch | None:
         """Begins to read blocks, as many as there is room for. None if there is no room now."""
         with self._lock:
-            count = min(len(names), self._most_waiting - self._num_read)
+            count = min(len(names), self.most_waiting - self._num_read)
             if count <= 0:
                 return None
             self._num_read += count
@@ -299,6 +302,11 @@ class KvTiers:
         self._late_in_row += 1
         if self._late_in_row >= _MOST_LATE:
             self._late_in_row, self._rests_until = 0, self._clock() + _LONGEST_REST_S
+
+    def note_dropped(self) -> None:
+        """Counts a block for which there was no room before it was read."""
+        with self._lock:
+            self._num_dropped += 1
 
     @property
     def is_resting(self) -> bool:
@@ -314,7 +322,7 @@ class KvTiers:
         """Writes blocks in the background: each with its name and that of the block before. Drops what is too much."""
         for name, parent, block in blocks:
             with self._lock:
-                if self._num_unwritten >= self._most_waiting:
+                if self._num_unwritten >= self.most_waiting:
                     self._num_dropped += 1
                     continue
                 self._num_unwritten += 1

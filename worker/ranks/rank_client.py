@@ -84,6 +84,8 @@ class RankGroup:
         self._serial = 0
         self._is_ready = False
         self._shares_sums = False
+        # Bytes of a KV block on each rank.
+        self._slices: list[int] = []
         # Held while a call is sent, so that all ranks see the calls in one order; that may take until a rank that does
         # not read is killed, so the watcher never takes it.
         self._sending = threading.Lock()
@@ -146,24 +148,46 @@ class RankGroup:
         ranks = self._peers if only is None else (only,)
         return self._call_each(name, dict.fromkeys(ranks, arguments))
 
-    def set_ready(self, shares_sums: bool) -> None:
+    def set_ready(self, shares_sums: bool, block_bytes: dict[int, int]) -> None:
         """Notes that the ranks have loaded, after which their silence counts as a fault within seconds.
 
         Args:
             shares_sums: whether their devices share memory for sums, which they have to give up together.
+            block_bytes: bytes of a KV block on each rank.
         """
         self._is_ready, self._shares_sums = True, shares_sums
+        self._slices = [block_bytes[rank] for rank in range(len(block_bytes))]
+
+    @property
+    def kv_block_bytes(self) -> int:
+        """Bytes of one KV block on all ranks: in KV tiers it is one value, of the ranks' slices in order."""
+        return sum(self._slices)
 
     def submit(self, batch: ScheduledBatch) -> Future[TimedOutput]:
         """Computes a batch after those submitted before; rank 0 measures its duration."""
         result: Future[TimedOutput] = Future()
         try:
-            answered = self._send("forward", dict.fromkeys(self._peers, self._encoder.encode(batch)), {0})
+            wanted = set(self._peers) if batch.blocks_down else {0}
+            answered = self._send("forward", self._step_arguments(batch), wanted)
         except (RankLostError, ModelError) as error:
             result.set_exception(error)
             return result
         answered.add_done_callback(lambda done: _pass_on(done, result))
         return result
+
+    def _step_arguments(self, batch: ScheduledBatch) -> dict[int, tuple[object, ...]]:
+        """The encoded batch for each rank: one for all, unless it has blocks from KV tiers, of which each gets its
+        slice."""
+        encoded = self._encoder.encode(batch)
+        if not batch.blocks_up:
+            return dict.fromkeys(self._peers, encoded)
+        *shared, rest = encoded
+        arguments, start = {}, 0
+        for rank, size in enumerate(self._slices):
+            blocks = [(block, data[start : start + size]) for block, data in batch.blocks_up]
+            arguments[rank] = (*shared, {**rest, "blocks_up": blocks})
+            start += size
+        return arguments
 
     def forward(self, batch: ScheduledBatch) -> ScheduledBatchOutput:
         """Computes one step.
@@ -305,4 +329,13 @@ def _pass_on(done: Future[dict[int, Any]], result: Future[TimedOutput]) -> None:
     if error is not None:
         result.set_exception(error)
     else:
-        result.set_result(TimedOutput(*done.result()[0]))
+        answers = {rank: TimedOutput(*answer) for rank, answer in done.result().items()}
+        if len(answers) > 1:
+            answers[0].output.blocks_down = _joined([answers[rank].output for rank in sorted(answers)])
+        result.set_result(answers[0])
+
+
+def _joined(outputs: list[ScheduledBatchOutput]) -> list[tuple[bytes, bytes, bytes]]:
+    """Blocks for KV tiers, of the ranks' slices in order. Ranks read them in the same order."""
+    rows = zip(*(output.blocks_down or () for output in outputs), strict=True)
+    return [(row[0][0], row[0][1], b"".join(part for _, _, part in row)) for row in rows]

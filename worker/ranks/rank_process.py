@@ -1,7 +1,8 @@
 """One rank's process: a shard of the model, and the calls of the engine that it executes.
 
 `python -m common.process.exec_child PARENT worker.ranks.rank_process RANK fd:N|HOST:PORT MODEL`. Ranks never schedule:
-every rank gets the same calls in the same order and computes the same tokens; rank 0's answer counts. On a GPU every
+every rank gets the same calls in the same order and computes the same tokens; rank 0's answer counts. Blocks of KV
+tiers have a slice of each rank. On a GPU every
 rank launches a step as soon as it is told to, and rank 0 answers when the step's tokens have come, on another thread. A
 rank ends with its engine, in whatever way that ended: its parent's death kills it, and a connection without a reader
 ends it.
@@ -174,7 +175,7 @@ class Rank:
         shard = Shard(self._rank, config.tensor_parallel_size, collectives, config.enable_expert_parallel, self._data)
         model_config = ModelConfig.from_folder(self._model, settings=parse_json(settings))
         self._runner = ModelRunner(config, model_config, partial(self._say, "loaded"), shard)
-        if self._rank == 0:
+        if self._rank == 0 or config.kv_tiers:
             self._waiter = make_token_waiter(config, self._runner, time.perf_counter)
         return self._runner.kv_block_bytes
 
@@ -223,12 +224,13 @@ class Rank:
     def forward(self, *sent: Any) -> Future[TimedOutput] | TimedOutput | None:
         """Computes one step, which BatchEncoder has encoded. Rank 0 answers with its output and duration in seconds.
 
-        Where steps are launched ahead it answers later, in the order of the steps, and this returns as soon as the step
-        is launched.
+        The others answer only if the step reads blocks for KV tiers. Where steps are launched ahead ranks answer later,
+        in the order of the steps, and this returns as soon as the step is launched.
         """
         begin = time.perf_counter()
-        launched = StepLaunch(begin, self.runner.launch(self._decoder.decode(*sent)))
-        if self._rank:
+        batch = self._decoder.decode(*sent)
+        launched = StepLaunch(begin, self.runner.launch(batch))
+        if self._rank and not batch.blocks_down:
             return None
         if self._waiter is not None:
             return self._waiter.submit(lambda: launched)

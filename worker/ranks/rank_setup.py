@@ -43,19 +43,19 @@ def load_ranks(
         stack.callback(group.close)
         progress.stage("loading weights")
         settings = json.dumps(model_config.source)
-        block_bytes = max(group.call("load", config, group.threads, settings).values())
+        block_bytes = group.call("load", config, group.threads, settings)
         shares_sums = any(group.call("share_sums").values())
         memory = _kv_memory(group)
         # On GPUs a step is launched before the tokens of the previous step have arrived.
         config = replace(config, deferred_output=config.deferred_output or memory.is_device)
-        config = size_kv_pool(config, model_config, block_bytes, memory)
+        config = size_kv_pool(config, model_config, max(block_bytes.values()), memory)
         group.call("allocate", config.num_kvcache_blocks)
         progress.stage("warming up")
         if all(group.call("warmup").values()):
             progress.stage("capturing graphs")
             group.call("capture_graphs")
         known = _agreed(group.call("describe"))
-        group.set_ready(shares_sums)
+        group.set_ready(shares_sums, block_bytes)
         stack.pop_all()
     return config, known
 

@@ -7,19 +7,26 @@ import random
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from common.config import Config
 from common.errors import InvalidFieldError
 from common.params.sampling_params import SamplingParams
 from common.telemetry.names import Stage
+from tests.checkpoints import make_checkpoint
 from tests.unit.worker.engine.small_engine import BLOCK, engine, prompts
+from worker import engine_factory
+from worker.config.model_config import ModelConfig
 from worker.engine import tier_lookups
 from worker.engine.batch import ScheduledBatch, ScheduledBatchOutput
 from worker.engine.outputs import sequence_times
-from worker.engine.sequence import Sequence
+from worker.engine.sequence import EndReason, Sequence
 from worker.engine.tier_lookups import NAME_BYTES, Tiers, next_name, root_name, salted_name
+from worker.engine_factory import EngineOptions, build_engine
 from worker.kv_tiers.memory_tier import MemoryTier
 from worker.kv_tiers.shared_tiers import FileTier
 from worker.kv_tiers.tier_option import open_tiers, shared_stores
@@ -41,6 +48,8 @@ from worker.kv_tiers.tiers import (
     pack,
     unpack,
 )
+from worker.progress import Silence
+from worker.simulation.presets import cost_model
 from worker.simulation.runner import SimulatedRunner
 
 BYTES = 32
@@ -411,6 +420,51 @@ def test_only_blocks_that_another_worker_has_just_computed_are_asked_for_again(e
     until(lambda: bool(core.step()) and not core.has_unfinished())
     assert seq.num_cached_tokens == (48 if expects else 0)
     tiers.close()
+
+
+@pytest.mark.parametrize("how", ["abort", "abort_all", "return_overdue"])
+def test_ended_sequences_give_read_blocks_back_without_another_step(how: str) -> None:
+    tier = Hanging()
+    tiers = KvTiers({"hanging": tier}, MAX_WAITING_BYTES // 2)
+    core = engine(tiers=Tiers(tiers, root_name(["simulated"])))
+    seq = Sequence(prompts(48)[0], BLOCK, may_return=True)
+    core.add_request(seq)
+    # The first step queues it, the second one asks.
+    for _ in range(2):
+        core.step()
+    assert tiers.fetch([name(1)]) is None
+    if how == "abort":
+        core.abort(seq.id)
+    elif how == "abort_all":
+        core.abort_all(EndReason.CANCELLED)
+    else:
+        # A prompt without room keeps its blocks, and waits for room.
+        seq.waits_for_kv = False
+        core.return_overdue(time.monotonic() + 1e6)
+    assert seq.is_finished
+    tier.answers.set()
+    until(lambda: tiers.fetch([name(1)]) is not None)
+    tiers.close()
+
+
+@pytest.mark.parametrize("fails", ["start", "tier"])
+def test_failed_start_of_engine_leaves_no_thread(fails: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make_checkpoint(tmp_path / "model")
+    model_config = ModelConfig.from_folder(str(folder))
+    config = Config(str(folder), max_model_len=64, enable_prefix_caching=True, kv_tiers="memory:64MiB")
+    if fails == "start":
+        monkeypatch.setattr(engine_factory, "EngineCore", partial(raising, RuntimeError("no engine")))
+    else:
+        config = replace(config, kv_tiers=f"memory:64MiB,files:{tmp_path / 'file' / 'kv'}:64MiB")
+        (tmp_path / "file").write_text("")
+    with pytest.raises((RuntimeError, InvalidFieldError), match=r"no engine|cannot be opened"):
+        build_engine(EngineOptions(config, model_config, simulate=cost_model("instant")), Silence())
+    until(lambda: not any(thread.name.startswith("kv ") for thread in threading.enumerate()))
+
+
+def raising(error: Exception, *arguments: object, **named: object) -> None:
+    del arguments, named
+    raise error
 
 
 def test_last_blocks_go_down_without_another_step() -> None:

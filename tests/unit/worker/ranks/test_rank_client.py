@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import wait
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,8 @@ from worker.ranks.rank_setup import load_ranks
 from worker.ranks.topology import Topology
 
 BEAT_S = 0.02
+# Bytes of a KV block on each rank.
+SLICES = (3, 5)
 # Heartbeat interval of the engine's watch.
 HEARTBEAT_S = 0.25
 
@@ -138,13 +141,39 @@ def group() -> Iterator[Group]:
 def started(shares_sums: bool = False, **options: Any) -> Group:
     made = Group(**options)
     made.start()
-    made.set_ready(shares_sums)
+    made.set_ready(shares_sums, dict(enumerate(SLICES)))
     return made
 
 
 def batch(num_tokens: int = 4) -> ScheduledBatch:
     seq = Sequence(list(range(num_tokens)), 16)
     return ScheduledBatch({seq.id: seq}, [num_tokens], num_tokens)
+
+
+def test_blocks_of_tiers_are_cut_into_slices_of_ranks_and_joined(group: Group) -> None:
+    assert group.kv_block_bytes == sum(SLICES)
+    moved: dict[int, list[tuple[int, bytes]]] = {}
+
+    def answer(fake: FakeRank, name: str, *arguments: Any) -> Any:
+        if name != "forward":
+            return fake.usual(name, *arguments)
+        got = fake.decoder.decode(*arguments)
+        moved[fake.rank] = list(got.blocks_up)
+        rows = [(*key, bytes([block]) * SLICES[fake.rank]) for block, key in got.blocks_down.items()]
+        output = ScheduledBatchOutput({seq_id: (seq_id,) for seq_id in got.req_ids}, blocks_down=rows)
+        return (output, 0.25) if rows or fake.rank == 0 else None
+
+    for fake in group.fakes:
+        fake.answer = partial(answer, fake)
+    step = batch()
+    step.blocks_down = {3: (b"third", b""), 5: (b"fifth", b"third")}
+    step.blocks_up = [(7, b"aaabbbbb"), (8, b"cccddddd")]
+    output = group.forward(step)
+    assert output.req_ids == step.req_ids
+    assert output.blocks_down == [(b"third", b"", b"\3" * 8), (b"fifth", b"third", b"\5" * 8)]
+    assert moved == {0: [(7, b"aaa"), (8, b"ccc")], 1: [(7, b"bbbbb"), (8, b"ddddd")]}
+    # Steps without blocks of tiers wait for rank 0 alone.
+    assert not group.forward(batch()).blocks_down
 
 
 def test_ranks_are_called_in_equal_order(group: Group) -> None:
