@@ -20,8 +20,8 @@ from common.params.options.types import AUTO_NODES
 # Port of machine 0 where its ranks wait for the others. torchrun's MASTER_PORT may be taken by torchrun itself.
 MEETING_PORT: Final = 4100
 PLACEMENT_KEY: Final = "fissile.placement"
-_HOST: Final = re.compile(r"[^,\[]+")
-_HOSTS: Final = re.compile(r"([^,\[\]]+)\[(\d+)[^\[\]]*\]([^,\[\]]*)")
+_HOST: Final = re.compile(r"(?:[^,\[\]]+|\[\d[\d,:-]*\])+(?=,|$)")
+_NUMBERS: Final = re.compile(r"\[(\d+)[^\]]*\]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,15 +110,15 @@ def node_placement(environment: Mapping[str, str]) -> NodePlacement:
     host = given[launcher.host]
     if launcher.counts_all:
         host = first_host(host)
+        if not host:
+            raise _refusal(launcher, f"{launcher.host} is {given[launcher.host]!r}, not a list of machines")
     return NodePlacement(size, rank, host, f"{launcher.name} ({', '.join(needed)})")
 
 
 def first_host(hosts: str) -> str:
-    """First machine of a list in Slurm's notation: `n07` of `n[07-09,12],other`."""
-    if (match := _HOSTS.match(hosts)) is not None:
-        return "".join(match.groups())
+    """First machine of a list in Slurm's notation: `n07` of `n[07-09,12],other`; "" if the list cannot be read."""
     match = _HOST.match(hosts)
-    return hosts if match is None else match[0]
+    return "" if match is None else _NUMBERS.sub(r"\1", match[0])
 
 
 def place_node(context: click.Context, environment: Mapping[str, str]) -> None:

@@ -111,10 +111,17 @@ def test_auto_without_launcher_names_all_variables() -> None:
     [
         ("n1", "n1"), ("n1,n2", "n1"), ("gpu[07-09,12],other", "gpu07"), ("rack[1,3]-a", "rack1-a"),
         ("a.example.org,b[1-2]", "a.example.org"), ("10.0.0.2,10.0.0.3", "10.0.0.2"), ("n[010]", "n010"),
+        ("rack[1-2]n[3-4]", "rack1n3"), ("r[03,07]n[08-10]-ib,x", "r03n08-ib"), ("n[0-8:4]", "n0"), ("[4-5]", "4"),
+        ("n[1-2", ""), ("n[a-b]", ""), ("n[]", ""), ("n]1", ""), (",n1", ""), ("", ""),
     ],
 )  # fmt: skip
 def test_first_host_of_slurm_list(hosts: str, first: str) -> None:
     assert first_host(hosts) == first
+
+
+def test_unreadable_slurm_list_is_refused_by_name() -> None:
+    with pytest.raises(CommandError, match=r"SLURM_STEP_NODELIST is 'n\[1-2', not a list of machines"):
+        node_placement({**SLURM, "SLURM_STEP_NODELIST": "n[1-2"})
 
 
 def test_auto_ipv6_leader_has_brackets() -> None:
