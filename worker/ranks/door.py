@@ -4,8 +4,9 @@ The door sends a challenge, the rank answers with a hello that has an HMAC of it
 door's welcome has an HMAC of that. The secret itself is never sent.
 
 Invariants:
-  * No connection ends the process or delays others: all are read side by side, MAX_RANK_GUESTS at most.
-  * A hello has at most MAX_HELLO_BYTES, so nothing large or deep is decoded before the secret is proved.
+  * No connection ends the process, and a silent one delays no other: all are read side by side. A flood can delay a
+    rank, since the oldest connection is refused beyond MAX_RANK_GUESTS; the rank knocks again.
+  * Before the proof a frame has at most MAX_HELLO_BYTES, and no arrays or classes, on both sides.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ _NONCE_BYTES: Final = 32
 _RANK: Final = b"rank"
 _DOOR: Final = b"door"
 _KNOCK_AGAIN_S: Final = 0.5
+_KEEPALIVE_S: Final = 2
 _REFUSED_LOG_S: Final = 10.0
 
 
@@ -49,7 +51,7 @@ class Guest:
     address: str
     nonce: bytes
     ends: float
-    reader: FrameReader = field(default_factory=lambda: FrameReader(MAX_HELLO_BYTES))
+    reader: FrameReader = field(default_factory=lambda: FrameReader(MAX_HELLO_BYTES, has_extensions=False))
     rank: int = -1
 
 
@@ -86,6 +88,9 @@ class Door:
         for key, _ in self._selector.select(timeout_s):
             if key.data is None:
                 self._open()
+            elif key.data not in self._guests:
+                # A later connection of this batch has taken its place.
+                continue
             elif (guest := self._hear(key.data, missing)) is not None:
                 return guest
         for guest in [each for each in self._guests if each.ends <= self._clock()]:
@@ -114,6 +119,7 @@ class Door:
         self._guests.append(guest)
         self._selector.register(sock, selectors.EVENT_READ, guest)
         try:
+            notice_lost_machine(sock)
             sock.sendall(encode(("challenge", nonce)))
         except OSError as error:
             self._refuse(guest, str(error))
@@ -171,14 +177,17 @@ def prove(secret: str, side: bytes, nonce: bytes, rank: int) -> bytes:
 
 
 def knock(sock: socket.socket, rank: int, secret: str) -> FrameReader:
-    """Answers a door's challenge and waits until it admits this rank. Returns the reader of further messages.
+    """Answers a door's challenge and waits until it admits this rank.
+
+    Returns:
+        Reader of further messages, which have no arrays or classes until the caller allows them.
 
     Raises:
         OSError: the connection broke, or the door does not answer within the socket's timeout.
         EOFError: the door has refused this rank, or is closed.
         FrameError: the peer is no door, or knows another secret.
     """
-    reader = FrameReader(MAX_HELLO_BYTES)
+    reader = FrameReader(MAX_HELLO_BYTES, has_extensions=False)
     received = messages(sock, reader)
     own = secrets.token_bytes(_NONCE_BYTES)
     match next(received):
@@ -201,6 +210,8 @@ def knock_until_admitted(
 ) -> tuple[socket.socket, FrameReader]:
     """Connects to a door until it admits this rank. The socket has a timeout of RANK_TCP_TIMEOUT_S.
 
+    Logs every 10 s why the door cannot be reached or refuses this rank: a firewall drops connections without a word.
+
     Args:
         host: address of the door.
         port: port of the door.
@@ -214,19 +225,43 @@ def knock_until_admitted(
         with contextlib.ExitStack() as stack:
             try:
                 sock = stack.enter_context(socket.create_connection((host, port), RANK_TCP_TIMEOUT_S))
+                notice_lost_machine(sock)
                 reader = knock(sock, rank, secret)
-            except (EOFError, FrameError) as error:
+            except (EOFError, FrameError, OSError) as error:
                 if time.monotonic() - told >= _REFUSED_LOG_S:
                     told = time.monotonic()
-                    why = str(error) or "it refused this rank: --dist-secret must be the same everywhere"
-                    log.warning("not admitted among the ranks", address=f"{host}:{port}", why=why)
-            except OSError:
-                # The door does not listen yet.
-                pass
+                    _log_not_admitted(f"{host}:{port}", error)
             else:
                 stack.pop_all()
                 return sock, reader
         time.sleep(_KNOCK_AGAIN_S)
+
+
+def _log_not_admitted(address: str, error: Exception) -> None:
+    if isinstance(error, OSError):
+        log.info("waiting for the port of another rank", address=address, why=str(error))
+    else:
+        why = str(error) or "it refused this rank: --dist-secret must be the same everywhere"
+        log.warning("not admitted among the ranks", address=address, why=why)
+
+
+def notice_lost_machine(sock: socket.socket) -> None:
+    """Lets operations of a TCP connection fail about RANK_TCP_TIMEOUT_S after the other machine has vanished.
+
+    Keepalive covers idle connections, and TCP_USER_TIMEOUT those with bytes in flight. Both sides must read within that
+    time: TCP_USER_TIMEOUT also ends a connection whose receive buffer stays full (see `allow_slow_reader`).
+    """
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPALIVE_S)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _KEEPALIVE_S)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, round(RANK_TCP_TIMEOUT_S / _KEEPALIVE_S) - 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(RANK_TCP_TIMEOUT_S * 1000))
+
+
+def allow_slow_reader(sock: socket.socket) -> None:
+    """Lets the other side leave bytes unread for any time. Keepalive still notices a vanished machine when idle."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 0)
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -1,7 +1,8 @@
 """Meeting of ranks that no common engine knows: at the door of `--dist-init` they learn each other's addresses.
 
-The first rank waits for all others, and answers them with the addresses of all. The connections stay open while the
-ranks connect with each other: one that ends is a rank that ended, and then all engines start their ranks again.
+The first rank waits for all others, and answers them with the addresses of all. A rank that starts again meanwhile
+replaces its earlier connection. The connections stay open while the ranks connect with each other: if one ends, its
+rank or its machine is lost, and all engines start their ranks again.
 """
 
 from __future__ import annotations
@@ -49,10 +50,8 @@ def meet(host: str, port: int, rank: int, size: int, address: str, secret: str) 
         members, held = found
         for sock in held:
             stack.enter_context(sock)
-        mesh = join_mesh(own, members, rank, secret, lambda: _check_open(held))
-        # Once all have sent this, none watches the connections of the meeting any more.
-        mesh.wait_for_all()
-        return mesh
+        # Once all ranks have joined, none watches the connections of the meeting any more.
+        return join_mesh(own, members, rank, secret, lambda: _check_open(held))
 
 
 def _gather(host: str, port: int, size: int, own: tuple[str, int], secret: str) -> tuple[_Members, list[socket.socket]]:
@@ -60,8 +59,12 @@ def _gather(host: str, port: int, size: int, own: tuple[str, int], secret: str) 
     present: dict[int, tuple[socket.socket, tuple[str, int]]] = {}
     others = range(1, size)
     with contextlib.closing(Door(host, port, secret)) as door:
-        while missing := set(others) - present.keys():
-            if (guest := door.admit(missing, _ADMIT_S)) is not None and (place := _place_of(guest)) is not None:
+        while len(present) < len(others):
+            # Also ranks that are present: one whose machine restarted comes before its old connection ends.
+            if (guest := door.admit(others, _ADMIT_S)) is not None and (place := _place_of(guest)) is not None:
+                if guest.rank in present:
+                    log.warning("rank of another engine connected again", rank=guest.rank, peer=guest.address)
+                    present[guest.rank][0].close()
                 present[guest.rank] = (guest.sock, place)
             for rank in [each for each, (sock, _) in present.items() if _has_ended(sock)]:
                 # It knocks again.
@@ -76,7 +79,7 @@ def _place_of(guest: Guest) -> tuple[str, int] | None:
     guest.sock.settimeout(RANK_TCP_TIMEOUT_S)
     with contextlib.suppress(OSError, EOFError, FrameError):
         match next(messages(guest.sock, guest.reader)):
-            case ("at", str(host), int(port)):
+            case ("at", str(host), int(port)) if 0 < port < 1 << 16:
                 return host, port
     guest.sock.close()
     return None
@@ -89,7 +92,7 @@ def _ask(host: str, port: int, rank: int, own: tuple[str, int], secret: str) -> 
         with contextlib.suppress(OSError, EOFError, FrameError), contextlib.ExitStack() as stack:
             stack.enter_context(sock)
             sock.sendall(encode(("at", *own)))
-            # Others may not have been started yet.
+            # Others may not have been started yet. Keepalive ends the wait if the machine of rank 0 is lost.
             sock.settimeout(None)
             match next(messages(sock, reader)):
                 case ("members", tuple(members)):

@@ -1,7 +1,8 @@
 """Frames between an engine and its ranks: a length, then msgpack, over a socket pair or TCP.
 
 What crosses is data only: numbers, strings, arrays and the classes named here. Nothing that is received can name code.
-Decoding any received bytes gives a message or raises FrameError.
+Decoding any received bytes gives a message or raises FrameError. Arrays and classes are decoded only from a peer that
+has proved the secret.
 """
 
 from __future__ import annotations
@@ -62,14 +63,18 @@ def encode(message: object) -> bytes:
     return _LENGTH.pack(len(body)) + body
 
 
-def decode(body: bytes) -> Any:
+def decode(body: bytes, has_extensions: bool = True) -> Any:
     """Decodes the message of a frame without its length.
+
+    Args:
+        body: bytes of the message.
+        has_extensions: False refuses arrays and classes. Comparing an array with a string raises ValueError.
 
     Raises:
         FrameError: it is damaged.
     """
     try:
-        return _decode(body, 0)
+        return _decode(body, 0 if has_extensions else _MAX_EXTENSION_DEPTH)
     except Exception as error:
         # msgpack, numpy or a class that refuses its values may raise; the cause is always the sender's bytes.
         raise FrameError(f"a damaged frame: {type(error).__name__}: {error}") from error
@@ -84,10 +89,12 @@ class FrameReader:
 
     Attributes:
         max_bytes: of a frame; may be raised once the sender has proved the secret.
+        has_extensions: False refuses arrays and classes.
     """
 
-    def __init__(self, max_bytes: int = MAX_RANK_FRAME_BYTES) -> None:
+    def __init__(self, max_bytes: int = MAX_RANK_FRAME_BYTES, has_extensions: bool = True) -> None:
         self.max_bytes = max_bytes
+        self.has_extensions = has_extensions
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> Iterator[Any]:
@@ -106,7 +113,7 @@ class FrameReader:
                 return
             body = bytes(self._buffer[_LENGTH.size : end])
             del self._buffer[:end]
-            yield decode(body)
+            yield decode(body, self.has_extensions)
 
 
 def receive(sock: socket.socket, reader: FrameReader) -> Iterator[Any]:
@@ -147,7 +154,8 @@ def _pack(value: Any) -> msgpack.ExtType:
 def _unpack(depth: int, code: int, data: bytes) -> Any:
     if depth >= _MAX_EXTENSION_DEPTH:
         # Each level takes C stack, which ends by SIGSEGV long before Python's own limit.
-        raise FrameError(f"extensions in each other, more than {_MAX_EXTENSION_DEPTH} deep")
+        deep = f"extensions in each other, more than {_MAX_EXTENSION_DEPTH} deep"
+        raise FrameError(f"an extension before the proof, or {deep}")
     content = _decode(data, depth + 1)
     if code == _ARRAY:
         dtype, shape, values = content

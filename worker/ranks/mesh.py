@@ -10,18 +10,22 @@ from __future__ import annotations
 import contextlib
 import select
 import socket
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from common.limits import RANK_TCP_TIMEOUT_S
-from worker.ranks.door import Door, knock_until_admitted
+from worker.ranks.door import Door, allow_slow_reader, knock_until_admitted
 
 Check = Callable[[], None]
-# A byte that the knocking rank sends once it is admitted: its frame reader may hold later bytes of the other rank.
+# A byte that the knocking rank sends once it is admitted, and the door's rank sends back once it counts that rank as
+# connected. Until the answer the frame reader of the knocking rank may hold no later byte, and it knocks again if the
+# connection ends.
 _READY = b"\x01"
 _ADMIT_S = 0.2
+_AGAIN_S = 0.5
 
 
 class RankMesh:
@@ -33,6 +37,9 @@ class RankMesh:
         rank: of this process.
         size: ranks in all.
         peers: connected socket of each other rank. Groups with a common rank may share sockets.
+
+    A rank may come any time after the others. If its machine vanishes, idle connections to it fail within seconds. One
+    with bytes in flight lasts until the kernel gives up after minutes: the engine's watcher ends the ranks before.
 
     Raises:
         OSError: from every operation, when the connection to a rank is lost.
@@ -117,7 +124,7 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 def join_mesh(door: Door, members: Sequence[tuple[str, int]], rank: int, secret: str, check: Check) -> RankMesh:
-    """Connects this rank with all others, and closes its door once all are connected.
+    """Connects this rank with all others, and closes its door once it is connected. Returns once all ranks are.
 
     Args:
         door: of this rank.
@@ -127,26 +134,50 @@ def join_mesh(door: Door, members: Sequence[tuple[str, int]], rank: int, secret:
         check: called while this rank waits; an error from it ends the wait.
 
     Raises:
-        OSError: a connection broke.
+        OSError: a rank has ended, or a connection broke.
     """
     peers: dict[int, socket.socket] = {}
     later = set(range(rank + 1, len(members)))
-    with contextlib.closing(door), contextlib.ExitStack() as stack:
+    with contextlib.ExitStack() as stack:
+        stack.callback(door.close)
         for other, (host, port) in enumerate(members[:rank]):
-            sock, _ = knock_until_admitted(host, port, rank, secret, check)
-            peers[other] = stack.enter_context(sock)
-            sock.sendall(_READY)
+            peers[other] = stack.enter_context(_knock_until_joined(host, port, rank, secret, check))
         while missing := later - peers.keys():
             check()
             guest = door.admit(missing, _ADMIT_S)
             if guest is not None:
-                guest.sock.settimeout(RANK_TCP_TIMEOUT_S)
-                # A rank whose connection broke meanwhile knocks again.
-                with contextlib.suppress(OSError):
-                    if guest.sock.recv(1) == _READY:
-                        peers[guest.rank] = stack.enter_context(guest.sock)
+                # Without READY the connection is closed, and that rank knocks again.
+                with contextlib.suppress(OSError), contextlib.ExitStack() as kept:
+                    sock = kept.enter_context(guest.sock)
+                    sock.settimeout(RANK_TCP_TIMEOUT_S)
+                    if sock.recv(1) == _READY:
+                        sock.sendall(_READY)
+                        peers[guest.rank] = sock
+                        stack.push(kept.pop_all())
+        door.close()
+        mesh = RankMesh(rank, len(members), peers)
+        # Fails on all ranks if one has ended, or its connection to one of them.
+        mesh.wait_for_all()
         for sock in peers.values():
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(RANK_TCP_TIMEOUT_S * 1000))
+            # Ranks exchange more than a socket's buffer holds, and one may come minutes after another while they load.
+            allow_slow_reader(sock)
         stack.pop_all()
-    return RankMesh(rank, len(members), peers)
+    return mesh
+
+
+def _knock_until_joined(host: str, port: int, rank: int, secret: str, check: Check) -> socket.socket:
+    """Connects to the door of another rank until that rank counts this one as connected."""
+    while True:
+        sock, _ = knock_until_admitted(host, port, rank, secret, check)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(sock)
+            with contextlib.suppress(OSError):
+                sock.sendall(_READY)
+            # No limit: a rank that gave up might already be counted. A closed connection ends the wait.
+            while not select.select([sock], [], [], _ADMIT_S)[0]:
+                check()
+            with contextlib.suppress(OSError):
+                if sock.recv(1) == _READY:
+                    stack.pop_all()
+                    return sock
+        time.sleep(_AGAIN_S)

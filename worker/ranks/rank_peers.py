@@ -15,10 +15,10 @@ from typing import Final
 
 import structlog
 
-from common.limits import RANK_END_S, RANK_NAME_S, RANK_TCP_TIMEOUT_S
+from common.limits import RANK_END_S, RANK_NAME_S
 from common.rpc.tls import is_loopback
 from worker.config.model_config import ModelError
-from worker.ranks.door import SECRET_VARIABLE, Door, Guest
+from worker.ranks.door import SECRET_VARIABLE, Door, Guest, allow_slow_reader
 from worker.ranks.frames import FrameReader
 from worker.ranks.topology import Topology
 
@@ -121,7 +121,11 @@ def accept_remote(topology: Topology, peers: dict[int, Peer], clock: Callable[[]
             if clock() - told >= _WAIT_LOG_S:
                 told = clock()
                 log.info("waiting for ranks of other machines", ranks=sorted(missing), address=f"{host}:{port}")
-            if (guest := door.admit(missing, _ACCEPT_S)) is not None:
+            # Also ranks that have connected: one that has ended meanwhile starts again.
+            if (guest := door.admit(topology.remote_ranks, _ACCEPT_S)) is not None:
+                if guest.rank in peers:
+                    log.warning("rank connected again; its earlier connection is closed", rank=guest.rank)
+                    peers[guest.rank].sock.close()
                 peers[guest.rank] = _remote_peer(guest)
             lost = next((peer for peer in peers.values() if peer.has_ended), None)
             if lost is not None:
@@ -157,6 +161,6 @@ def ended_soon(peers: Iterable[Peer], clock: Callable[[], float]) -> Peer | None
 
 def _remote_peer(guest: Guest) -> Peer:
     log.info("rank connected", rank=guest.rank, peer=guest.address)
-    guest.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    guest.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(RANK_TCP_TIMEOUT_S * 1000))
+    # A rank reads no call while it computes the previous one. A vanished machine sends no heartbeats.
+    allow_slow_reader(guest.sock)
     return Peer(guest.rank, guest.sock)

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Final
 from common.config import Config
 from common.errors import ApiError
 from common.files import parse_json
-from common.limits import RANK_END_S, RANK_HEARTBEAT_S, RANK_TCP_TIMEOUT_S
+from common.limits import RANK_END_S, RANK_HEARTBEAT_S
 from common.telemetry.logs import setup_logging
 from common.telemetry.output import exit_now, guard_standard_streams
 from worker.config.model_config import ModelConfig, ModelError
@@ -51,8 +51,6 @@ class Link:
         self._sock = sock
         self._reader = reader
         self._lock = threading.Lock()
-        # After the engine's death no call comes any more, and this process may hang in a collective: so it ends here.
-        threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
 
     @property
     def own_address(self) -> str:
@@ -70,8 +68,14 @@ class Link:
 
     def messages(self) -> Iterator[Any]:
         """Messages of the engine, until it closes the connection."""
+        beats = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
         with contextlib.suppress(EOFError, OSError):
-            yield from messages(self._sock, self._reader)
+            for message in messages(self._sock, self._reader):
+                if beats.ident is None:
+                    # An engine that waits for ranks of other machines reads nothing, for hours if need be. After its
+                    # death no call comes any more, and this process may hang in a collective: a heartbeat ends it.
+                    beats.start()
+                yield message
 
     def _beat(self) -> None:
         while True:
@@ -118,12 +122,15 @@ class Rank:
 
     def join(self, members: tuple[tuple[str, int], ...]) -> None:
         """Connects with the other ranks; `members` are the doors of all."""
-        from worker.ranks.collectives import GroupCollectives  # noqa: PLC0415
+        from worker.ranks.collectives import GroupCollectives, PeerLostError  # noqa: PLC0415
         from worker.ranks.mesh import join_mesh  # noqa: PLC0415
 
         assert self._door is not None, "join before open_door"
         # The engine watches all ranks, so this one need not.
-        mesh = join_mesh(self._door, members, self._rank, os.environ[SECRET_VARIABLE], lambda: None)
+        try:
+            mesh = join_mesh(self._door, members, self._rank, os.environ[SECRET_VARIABLE], lambda: None)
+        except OSError as error:
+            raise PeerLostError(f"a rank is lost while the ranks connect: {error}") from error
         self._collectives = GroupCollectives(mesh, members[0][0])
 
     def join_engines(self, host: str, port: int, tp_size: int, dp_rank: int, dp_size: int) -> None:
@@ -315,8 +322,8 @@ def _connect(target: str, rank: int) -> tuple[socket.socket, FrameReader]:
     host, _, port = target.rpartition(":")
     sock, reader = knock_until_admitted(host.strip("[]"), int(port), rank, os.environ[SECRET_VARIABLE])
     sock.settimeout(None)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(RANK_TCP_TIMEOUT_S * 1000))
+    # The engine has proved the secret. A thread of it always reads, so `notice_lost_machine` holds for this side.
+    reader.has_extensions = True
     return sock, reader
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import select
 import socket
 import struct
 import threading
@@ -24,6 +25,8 @@ from worker.ranks.frames import FrameError, FrameReader, encode, messages
 
 HOST, SECRET = "127.0.0.1", "a secret of the test"
 FUZZED = 600
+# An array of two numbers, as frames carry it.
+EXTENSION = msgpack.ExtType(2, msgpack.packb(["<u1", [2], b"\0\0"]))
 
 
 @contextmanager
@@ -68,7 +71,7 @@ def stranger_bytes(rnd: random.Random) -> bytes:
     nested = msgpack.packb(["x"])
     for _ in range(rnd.randrange(1, 2000)):
         nested = msgpack.packb(msgpack.ExtType(rnd.choice([1, 2]), nested))
-    values: list[Any] = [None, True, 1, -1, 2**63, 1.5, "hello", b"x" * 32, [], {}, [[1]]]
+    values: list[Any] = [None, True, 1, -1, 2**63, 1.5, "hello", b"x" * 32, [], {}, [[1]], EXTENSION]
     hello: list[Any] = ["hello", 1, 7, bytes(32), bytes(32)]
     hello[rnd.randrange(5)] = rnd.choice(values)
     classes = ["SamplingParams", "ParallelConfig", "QuantizationConfig", "SpeculativeConfig", "Config", "Popen"]
@@ -109,6 +112,106 @@ def test_fuzzed_frames_are_refused_and_ranks_join() -> None:
         assert ranks_of(admitted, 2) == [1, 2]
     refused = [line for line in lines if line["event"].startswith("connection refused")]
     assert 0 < len(refused) <= FUZZED
+
+
+def values_of_all_types() -> Iterator[bytes]:
+    """msgpack bodies of one value: every type in each of its widths."""
+    whole: list[Any] = [None, False, True, 1.5, {}, {"hello": {}}, {1: 2}, [], [[]], "", "hello", b""]
+    whole += [sign for bits in (5, 8, 16, 32, 63) for sign in (2**bits - 1, -(2**bits))]
+    whole += [text for count in (1, 40, 200) for text in ("x" * count, b"x" * count, [0] * count)]
+    whole += [msgpack.ExtType(code, bytes(count)) for code in (0, 1, 2, 127) for count in (0, 1, 2, 4, 8, 16, 17)]
+    whole += [EXTENSION, msgpack.Timestamp(1), msgpack.Timestamp(1, 1), msgpack.Timestamp(2**40, 1)]
+    yield from map(msgpack.packb, whole)
+    # A class with its default values, a 32-bit float, and the byte that no type has.
+    yield msgpack.packb(msgpack.ExtType(1, msgpack.packb(["SamplingParams"])))
+    yield msgpack.packb(1.5, use_single_float=True)
+    yield b"\xc1"
+
+
+def frames_like(message: tuple[object, ...]) -> Iterator[bytes]:
+    """Frames of a value of each type: alone, in a list, and in place of each part of a message."""
+    parts = [msgpack.packb(part) for part in message]
+    for value in values_of_all_types():
+        mixed = [[*parts[:place], value, *parts[place + 1 :]] for place in range(len(parts))]
+        for body in (value, *(bytes([0x90 | len(each)]) + b"".join(each) for each in ([value], *mixed))):
+            yield struct.pack("<I", len(body)) + body
+
+
+def is_closed(sock: socket.socket) -> bool:
+    """True if the other side has ended the connection; takes what it has sent."""
+    if not select.select([sock], [], [], 0)[0]:
+        return False
+    try:
+        return not sock.recv(1 << 16)
+    except ConnectionResetError:
+        return True
+
+
+def test_door_refuses_values_of_every_type() -> None:
+    """Former fault: 25 bytes with an array ended the start of the engine by ValueError."""
+    door = Door(HOST, 0, SECRET)
+    with contextlib.closing(door), capture_logs():
+        for data in frames_like(("hello", 1, 7, bytes(32), bytes(32))):
+            with socket.create_connection((HOST, door.port), 20) as sock:
+                sock.sendall(data)
+                sock.shutdown(socket.SHUT_WR)
+                end = time.monotonic() + 60
+                while not is_closed(sock):
+                    assert door.admit({1, 2}, 0.1) is None
+                    assert time.monotonic() < end
+
+
+@pytest.mark.parametrize("first", [b"", encode(("challenge", bytes(32)))], ids=["challenge", "welcome"])
+def test_rank_refuses_values_of_every_type(first: bytes) -> None:
+    """Former fault: whoever listened at the address of a door could end the rank by ValueError."""
+    for data in frames_like(("welcome", bytes(32)) if first else ("challenge", bytes(32))):
+        ours, stranger = socket.socketpair()
+        with ours, stranger:
+            stranger.sendall(first + data)
+            stranger.shutdown(socket.SHUT_WR)
+            with pytest.raises((EOFError, FrameError)):
+                knock(ours, 1, SECRET)
+
+
+def test_oldest_connection_may_speak_while_it_is_evicted() -> None:
+    """Former fault: one batch of events evicted the connection and then read it, which ended the process."""
+    door = Door(HOST, 0, SECRET)
+    with contextlib.ExitStack() as stack:
+        stack.callback(door.close)
+        guests = []
+        for _ in range(MAX_RANK_GUESTS):
+            guests.append(stack.enter_context(socket.create_connection((HOST, door.port), 20)))
+            while not select.select([guests[-1]], [], [], 0)[0]:
+                assert door.admit({1}, 0.1) is None
+        rank = stack.enter_context(socket.create_connection((HOST, door.port), 60))
+        guests[0].sendall(b"x")
+        with stack.enter_context(ThreadPoolExecutor(1)) as pool:
+            proved = pool.submit(knock, rank, 1, SECRET)
+            while (guest := door.admit({1}, 0.1)) is None:
+                assert not proved.done()
+            proved.result()
+            stack.enter_context(guest.sock)
+        assert guest.rank == 1
+        while not is_closed(guests[0]):
+            assert select.select([guests[0]], [], [], 60)[0]
+
+
+def test_unreachable_door_is_logged_with_address_and_error() -> None:
+    """Former fault: a rank behind a firewall waited for ever without a word."""
+    left = iter([None])
+
+    def check() -> None:
+        next(left)
+
+    with socket.socket() as closed, capture_logs() as lines:
+        closed.bind((HOST, 0))
+        port = closed.getsockname()[1]
+        with pytest.raises(StopIteration):
+            knock_until_admitted(HOST, port, 1, SECRET, check)
+    assert [(line["event"], line["address"]) for line in lines] == [
+        ("waiting for the port of another rank", f"{HOST}:{port}")
+    ]
+    assert "Connection refused" in lines[0]["why"]
 
 
 @pytest.mark.parametrize("theirs", ["", "another", SECRET + "x"])

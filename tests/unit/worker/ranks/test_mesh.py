@@ -6,6 +6,7 @@ import contextlib
 import random
 import socket
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -13,11 +14,13 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
+from common.limits import RANK_TCP_TIMEOUT_S
 from tests.e2e.service import free_port
 from tests.meshes import local_meshes
 from tests.unit.worker.ranks.test_door import stranger_bytes
-from worker.ranks.door import Door, knock
+from worker.ranks.door import Door, knock, knock_until_admitted
 from worker.ranks.engines import meet
+from worker.ranks.frames import encode
 from worker.ranks.mesh import RankMesh, join_mesh
 
 HOST, SECRET = "127.0.0.1", "a secret of the test"
@@ -124,6 +127,81 @@ def test_engines_meet_past_a_rank_that_starts_again() -> None:
         meshes = [each.result() for each in (first, *others)]
     gathered = on_each(meshes, lambda mesh: torch.cat(mesh.all_gather(torch.tensor([mesh.rank]))).tolist())
     assert gathered == [[0, 1, 2]] * SIZE
+
+
+def test_second_process_replaces_a_rank_whose_machine_vanished() -> None:
+    """Former fault: rank 0 kept a connection that had ended without a FIN, and refused the rank's next process."""
+    port = free_port()
+    with ThreadPoolExecutor(SIZE) as pool, contextlib.ExitStack() as stack, capture_logs() as lines:
+        first = pool.submit(meet, HOST, port, 0, SIZE, HOST, SECRET)
+        lost, _ = knock_until_admitted(HOST, port, 1, SECRET)
+        stack.enter_context(lost).sendall(encode(("at", HOST, 1)))
+        again = pool.submit(meet, HOST, port, 1, SIZE, HOST, SECRET)
+        # Rank 0 closes the connection that the new one replaces.
+        lost.settimeout(60)
+        assert not lost.recv(1)
+        others = (again, pool.submit(meet, HOST, port, 2, SIZE, HOST, SECRET))
+        meshes = [each.result() for each in (first, *others)]
+    assert [line["rank"] for line in lines if line["event"].endswith("connected again")] == [1]
+    gathered = on_each(meshes, lambda mesh: torch.cat(mesh.all_gather(torch.tensor([mesh.rank]))).tolist())
+    assert gathered == [[0, 1, 2]] * SIZE
+
+
+def test_rank_knocks_again_until_the_door_counts_it() -> None:
+    """Former fault: a welcomed rank whose READY came late counted itself as connected, and the door waited for ever."""
+
+    def admitted() -> socket.socket:
+        while (guest := door.admit({1}, 0.1)) is None:
+            assert time.monotonic() < end, "the rank does not knock again"
+        guest.sock.settimeout(60)
+        return guest.sock
+
+    end = time.monotonic() + 60
+    door, own = Door(HOST, 0, SECRET), Door(HOST, 0, SECRET)
+    members = [(HOST, door.port), (HOST, own.port)]
+    with contextlib.closing(door), ThreadPoolExecutor(1) as pool:
+        joined = pool.submit(join_mesh, own, members, 1, SECRET, lambda: None)
+        admitted().close()
+        with admitted() as sock:
+            assert sock.recv(1) == b"\x01"
+            sock.sendall(b"\x01" + bytes(4))
+            joined.result().close()
+
+
+def test_no_rank_leaves_the_join_before_all_are_connected() -> None:
+    """A rank whose connection ends after the door has counted it fails the join of the others."""
+    door = Door(HOST, 0, SECRET)
+    with ThreadPoolExecutor(1) as pool:
+        joined = pool.submit(join_mesh, door, [(HOST, door.port), (HOST, 1)], 0, SECRET, lambda: None)
+        sock, _ = knock_until_admitted(HOST, door.port, 1, SECRET)
+        with sock:
+            sock.sendall(b"\x01")
+            assert sock.recv(1) == b"\x01"
+        with pytest.raises(OSError, match=r"rank 1 has closed its connection|Broken pipe|reset"):
+            joined.result()
+
+
+def test_mesh_notices_vanished_machines_but_not_slow_ranks() -> None:
+    """TCP_USER_TIMEOUT would end the connection to a rank that reads later than that."""
+    meshes = connected(2)
+    for mesh in meshes:
+        (sock,) = mesh._peers.values()
+        assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 0
+        assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+        mesh.close()
+
+
+@pytest.mark.slow
+def test_exchange_waits_for_a_rank_that_comes_late() -> None:
+    """Former fault: after 8 s with bytes that the other rank did not read, both ranks lost the connection."""
+    one, other = connected(2)
+    with ThreadPoolExecutor(1) as pool:
+        early = pool.submit(one.all_gather, torch.ones(3_000_000))
+        # Any duration must pass; shorter ones do not reproduce the fault.
+        time.sleep(2 * RANK_TCP_TIMEOUT_S)
+        assert torch.equal(other.all_gather(torch.zeros(3_000_000))[0], early.result()[0])
+    one.close()
+    other.close()
 
 
 def test_join_ends_when_its_check_fails() -> None:
