@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import random
+import shutil
+import signal
+import socket
+import subprocess
+import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -14,13 +20,14 @@ from common.config import SCHEDULING_POLICIES, Config, SpeculativeConfig
 from common.params.sampling_params import SamplingParams
 from common.wire.block_hash import GRANULE_BLOCKS
 from tests.covering import slow_but
+from tests.e2e.service import free_port
 from worker.engine.core import EngineCore
 from worker.engine.sequence import Sequence
 from worker.engine.tier_lookups import IN_MEMORY, Tiers, root_name
 from worker.engine.turns import EngineTurns, Flush, Submit
 from worker.kv_tiers.memory_tier import MemoryTier
-from worker.kv_tiers.shared_tiers import FileTier
-from worker.kv_tiers.tiers import DAMAGED, FAILED, HEADER_BYTES, HIT, KvTier, KvTiers
+from worker.kv_tiers.shared_tiers import FileTier, RedisTier
+from worker.kv_tiers.tiers import DAMAGED, FAILED, HEADER_BYTES, HIT, KvTier, KvTiers, pack
 from worker.simulation.runner import SimulatedRunner
 
 VOCAB, SIZE = 40, 16
@@ -212,3 +219,107 @@ def test_reported_granules_are_those_in_host_memory(tmp_path: Path, seed: int) -
     assert reported == held
     assert told > len(held) > 0
     core.close()
+
+
+class Damages:
+    """A tier in which one of 50 values is stored with another bit, or cut off."""
+
+    def __init__(self, tier: KvTier, rnd: random.Random) -> None:
+        self.tier = tier
+        self.rnd = rnd
+        self.right: dict[bytes, bytes] = {}
+        self.num_stored = 0
+        # Names of wrong values that readers got. Several threads append.
+        self.wrong: list[bytes] = []
+
+    def get(self, name: bytes) -> bytes | None:
+        value = self.tier.get(name)
+        if value is not None and value != self.right[name]:
+            self.wrong.append(name)
+        return value
+
+    def put(self, name: bytes, parent: bytes, value: bytes) -> bool:
+        if self.tier.get(name) is not None:
+            return True
+        self.right[name] = value
+        self.num_stored += 1
+        if self.num_stored % 50 == 1:
+            place = self.rnd.randrange(len(value))
+            whole = self.rnd.random() < 0.5
+            value = value[:place] + (bytes([value[place] ^ 1]) + value[place + 1 :] if whole else b"")
+        return self.tier.put(name, parent, value)
+
+    def drop(self, name: bytes) -> None:
+        self.tier.drop(name)
+
+    def close(self) -> None:
+        self.tier.close()
+
+
+@pytest.mark.parametrize("kind", ["files", "redis"])
+@pytest.mark.parametrize("seed", slow_but({0}, range(6)))
+def test_each_damaged_value_is_counted_and_changes_no_token(tmp_path: Path, kind: str, seed: int) -> None:
+    rnd, before = random.Random(seed), set(threading.enumerate())
+    tier: KvTier
+    with contextlib.ExitStack() as stack:
+        if kind == "redis":
+            _, tier = stack.enter_context(running_redis(tmp_path))
+        else:
+            tier = FileTier(tmp_path, 1 << 30)
+        damages = Damages(tier, random.Random(seed + 1))
+        core = engine({kind: damages}, rnd)
+        run(core, rnd, prompts(rnd, REQUESTS))
+        assert core.tiers is not None
+        store = core.tiers.store
+        core.close()
+        end = time.monotonic() + 60
+        while any(thread.name.startswith("kv ") for thread in {*threading.enumerate()} - before):
+            assert time.monotonic() < end
+            time.sleep(0.01)
+    assert store.counts()[kind, HIT] > 0
+    assert store.counts()[kind, DAMAGED] == len(damages.wrong) > 0
+
+
+@pytest.mark.parametrize("sent", [signal.SIGSTOP, signal.SIGKILL])
+def test_redis_that_hangs_or_dies_is_a_counted_failure(tmp_path: Path, sent: signal.Signals) -> None:
+    with running_redis(tmp_path) as (server, tier):
+        tiers, name = KvTiers({"redis": tier}, BLOCK_BYTES), bytes(24)
+        assert tier.put(name, b"", pack(name, bytes(BLOCK_BYTES)))
+        server.send_signal(sent)
+        fetch = tiers.fetch([name])
+        end = time.monotonic() + 60
+        while fetch is not None and not fetch.is_done:
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        assert fetch is not None
+        assert fetch.blocks == []
+        assert tiers.counts()["redis", FAILED] == 1
+        tiers.close()
+
+
+@contextlib.contextmanager
+def running_redis(folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], RedisTier]]:
+    """Starts a Redis server; gives its process, and a tier on it."""
+    program = shutil.which("redis-server")
+    if program is None:
+        pytest.skip("redis-server is not installed")
+    port = free_port()
+    arguments = ["--port", str(port), "--bind", "127.0.0.1", "--save", "", "--dir", str(folder)]
+    server = subprocess.Popen([program, *arguments], stdout=subprocess.DEVNULL)
+    end = time.monotonic() + 60
+    try:
+        while not listens(port):
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        yield server, RedisTier(f"redis://127.0.0.1:{port}/0")
+    finally:
+        server.kill()
+        server.wait()
+
+
+def listens(port: int) -> bool:
+    try:
+        socket.create_connection(("127.0.0.1", port), 1).close()
+    except OSError:
+        return False
+    return True

@@ -449,7 +449,7 @@ def test_ended_sequences_give_read_blocks_back_without_another_step(how: str) ->
 
 @pytest.mark.parametrize("fails", ["start", "tier"])
 def test_failed_start_of_engine_leaves_no_thread(fails: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = make_checkpoint(tmp_path / "model")
+    folder, before = make_checkpoint(tmp_path / "model"), set(threading.enumerate())
     model_config = ModelConfig.from_folder(str(folder))
     config = Config(str(folder), max_model_len=64, enable_prefix_caching=True, kv_tiers="memory:64MiB")
     if fails == "start":
@@ -459,7 +459,7 @@ def test_failed_start_of_engine_leaves_no_thread(fails: str, tmp_path: Path, mon
         (tmp_path / "file").write_text("")
     with pytest.raises((RuntimeError, InvalidFieldError), match=r"no engine|cannot be opened"):
         build_engine(EngineOptions(config, model_config, simulate=cost_model("instant")), Silence())
-    until(lambda: not any(thread.name.startswith("kv ") for thread in threading.enumerate()))
+    until(lambda: not any(thread.name.startswith("kv ") for thread in {*threading.enumerate()} - before))
 
 
 def raising(error: Exception, *arguments: object, **named: object) -> None:
