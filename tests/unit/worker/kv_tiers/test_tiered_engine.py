@@ -27,7 +27,7 @@ from worker.engine.tier_lookups import IN_MEMORY, Tiers, root_name
 from worker.engine.turns import EngineTurns, Flush, Submit
 from worker.kv_tiers.memory_tier import MemoryTier
 from worker.kv_tiers.shared_tiers import FileTier, RedisTier
-from worker.kv_tiers.tiers import DAMAGED, FAILED, HEADER_BYTES, HIT, KvTier, KvTiers, pack
+from worker.kv_tiers.tiers import DAMAGED, FAILED, HEADER_BYTES, HIT, KvTier, KvTiers
 from worker.simulation.runner import SimulatedRunner
 
 VOCAB, SIZE = 40, 16
@@ -283,10 +283,9 @@ def test_each_damaged_value_is_counted_and_changes_no_token(tmp_path: Path, kind
 @pytest.mark.parametrize("sent", [signal.SIGSTOP, signal.SIGKILL])
 def test_redis_that_hangs_or_dies_is_a_counted_failure(tmp_path: Path, sent: signal.Signals) -> None:
     with running_redis(tmp_path) as (server, tier):
-        tiers, name = KvTiers({"redis": tier}, BLOCK_BYTES), bytes(24)
-        assert tier.put(name, b"", pack(name, bytes(BLOCK_BYTES)))
+        tiers = KvTiers({"redis": tier}, BLOCK_BYTES)
         server.send_signal(sent)
-        fetch = tiers.fetch([name])
+        fetch = tiers.fetch([bytes(24)])
         end = time.monotonic() + 60
         while fetch is not None and not fetch.is_done:
             assert time.monotonic() < end
