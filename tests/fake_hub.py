@@ -61,6 +61,7 @@ class FakeHub:
         cut: bytes of a file after which its connection breaks, by path; each breaks once.
         fail_once: paths of files whose first request for their content is answered with 500.
         sizes: sizes that the list of files claims, by path.
+        digests: SHA-256 that the list of files claims, by path.
         wrong: what is sent instead of a file's content, by path.
         has_ranges: False to send whole files whatever range is asked for.
         held: a file's content stops behind `held_bytes` until this is set, if there is such an event.
@@ -76,6 +77,7 @@ class FakeHub:
     cut: dict[str, int] = field(default_factory=dict)
     fail_once: set[str] = field(default_factory=set)
     sizes: dict[str, int] = field(default_factory=dict)
+    digests: dict[str, str] = field(default_factory=dict)
     wrong: dict[str, bytes] = field(default_factory=dict)
     has_ranges: bool = True
     held: threading.Event | None = None
@@ -153,7 +155,11 @@ class _Handler(BaseHTTPRequestHandler):
             size = self.served.sizes.get(path, len(content))
             siblings.append({"rfilename": path, "size": size, "blobId": hashlib.sha1(content).hexdigest()})
             if path.endswith(LARGE):
-                siblings[-1]["lfs"] = {"sha256": digest(path, content), "size": size, "pointerSize": 130}
+                siblings[-1]["lfs"] = {
+                    "sha256": self.served.digests.get(path, digest(path, content)),
+                    "size": size,
+                    "pointerSize": 130,
+                }
         info = {"id": match["repo"], "modelId": match["repo"], "sha": commit, "siblings": siblings, "private": False}
         return 200, json.dumps(info).encode(), {"Content-Type": "application/json"}
 

@@ -7,12 +7,16 @@ its cache and only links it.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import io
+import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
+from uuid import uuid4
 
 from common.hub import HubError, HubModel
 
@@ -68,30 +72,62 @@ def _download(model: HubModel, commit: str, file: LargeFile, blobs: Path) -> Non
     from huggingface_hub import constants  # noqa: PLC0415
     from huggingface_hub.utils import WeakFileLock  # type: ignore[attr-defined]  # noqa: PLC0415
 
-    # The library's own lock of this content: another process that downloads it has it.
+    # The library's own lock of this content. Some shared file systems ignore it: then several processes download.
     lock = Path(constants.HF_HUB_CACHE) / ".locks" / blobs.parent.name / f"{file.sha256}.lock"
     for folder in (lock.parent, blobs):
         folder.mkdir(parents=True, exist_ok=True)
+    part, blob = file.part(blobs), blobs / file.sha256
     with WeakFileLock(lock):
-        if (blobs / file.sha256).exists():
-            return
-        part = file.part(blobs)
-        while True:
-            is_continued = part.exists()
-            _append(model, commit, file, part)
-            with part.open("rb") as content:
-                digest = hashlib.file_digest(content, "sha256").hexdigest()
-            if digest == file.sha256:
-                part.rename(blobs / file.sha256)
-                return
-            part.unlink()
+        is_damaged = False
+        while not blob.exists():
+            with _Part(part) as stream:
+                start = 0 if is_damaged else stream.kept_bytes(file.size)
+                _write(model, commit, file, stream, start)
+                os.ftruncate(stream.fileno(), file.size)
+                stream.seek(0)
+                digest = hashlib.file_digest(stream, "sha256").hexdigest()
+                if digest == file.sha256:
+                    stream.move(part, blob)
+                    continue
             # Bytes of an earlier process may be damaged: then the whole file is downloaded once more.
-            if not is_continued:
+            is_damaged = True
+            if not start and not blob.exists():
+                part.unlink(missing_ok=True)
                 raise HubError(f"{model}: {file.path} arrived with the SHA-256 {digest}, the Hub lists {file.sha256}")
 
 
-def _append(model: HubModel, commit: str, file: LargeFile, part: Path) -> None:
-    """Downloads the bytes of a file that a part of it lacks, and appends them.
+class _Part(io.BufferedRandom):
+    """The bytes of a content that have arrived, in a file that several processes may write at once.
+
+    Each process writes every byte at its offset in the content. The bytes of a commit are equal for all processes, so
+    writers that overlap do no harm.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(io.FileIO(path, "r+", opener=lambda name, flags: os.open(name, flags | os.O_CREAT, 0o666)))
+
+    def kept_bytes(self, size: int) -> int:
+        """Bytes to continue from; 0 if the file is longer than the content, which has `size` bytes."""
+        kept = os.fstat(self.fileno()).st_size
+        return kept if kept <= size else 0
+
+    def truncate(self, pos: int | None = None, /) -> int:
+        """Keeps all bytes: `http_get` truncates if the server sends the whole file, but others may write here."""
+        del pos
+        return self.tell()
+
+    def move(self, path: Path, target: Path) -> None:
+        """Renames this file from `path` to `target`; a no-op if another process has renamed or replaced it."""
+        own = path.with_name(f"{target.name}.{uuid4().hex}{PARTIAL}")
+        with contextlib.suppress(FileNotFoundError):
+            path.rename(own)
+            # Between the digest and the rename, another process may have renamed this file and begun a new one.
+            is_own = os.path.samestat(own.stat(), os.fstat(self.fileno()))
+            own.rename(target if is_own else path)
+
+
+def _write(model: HubModel, commit: str, file: LargeFile, stream: _Part, start: int) -> None:
+    """Downloads the bytes of a file from `start` on, and writes them at their offsets.
 
     The URL names a commit, whose files never change, and the digest is compared in the end. An `If-Range` with the
     Hub's tag would fail, because the servers that deliver the content have tags of their own.
@@ -100,14 +136,13 @@ def _append(model: HubModel, commit: str, file: LargeFile, part: Path) -> None:
     from huggingface_hub.file_download import http_get  # noqa: PLC0415
     from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]  # noqa: PLC0415
 
-    with part.open("ab") as stream:
-        if stream.tell() > file.size:
-            stream.truncate(0)
-        http_get(
-            hf_hub_url(model.repo, file.path, revision=commit),
-            stream,
-            resume_size=part.stat().st_size,
-            headers=build_hf_headers(),
-            expected_size=file.size,
-            displayed_filename=file.path,
-        )
+    stream.seek(start)
+    http_get(
+        hf_hub_url(model.repo, file.path, revision=commit),
+        stream,
+        resume_size=start,
+        headers=build_hf_headers(),
+        expected_size=file.size,
+        displayed_filename=file.path,
+    )
+    stream.flush()

@@ -37,6 +37,7 @@ _BELOW: Final = ("[!0-9]*/*", "[0-9][!_]*/*", "[0-9]_*/*/*", "[0-9]_*/*.safetens
 # Mistral's repositories have their weights twice: `consolidated` files have names of tensors that only Mistral uses.
 _IGNORED: Final = (*_BELOW, "consolidated*.safetensors")
 _GGUF: Final = ".gguf"
+_SHA256: Final = re.compile(r"[0-9a-f]{64}")
 _SHARD: Final = re.compile(r"-\d{5}(-of-\d{5}\.gguf)$")
 # Attempts for one download, where each failed one is an error of the server or a lost connection.
 _ATTEMPTS: Final = 3
@@ -129,14 +130,22 @@ def _listed(model: HubModel) -> Repository:
             return Repository({each.path: 0 for each in get_cached_repo_tree(model.repo, revision=model.revision)})
         return Repository()
     found = info.siblings or []
+    for name in (info.sha or "", *(each.rfilename for each in found)):
+        if name and not _is_inside(name):
+            raise HubError(f"{model}: {constants.ENDPOINT} lists {name!r}, which is not a path inside the repository")
     blobs = {each.rfilename: each.lfs.sha256 if each.lfs else each.blob_id or "" for each in found}
     large = {
         each.rfilename: LargeFile(each.rfilename, each.lfs.sha256, each.size or 0)
         for each in found
         # The Hub sends larger files by its own protocol alone, which the library has.
-        if each.lfs and (each.size or 0) <= constants.MAX_HTTP_DOWNLOAD_SIZE
+        if each.lfs and _SHA256.fullmatch(each.lfs.sha256) and (each.size or 0) <= constants.MAX_HTTP_DOWNLOAD_SIZE
     }
     return Repository({each.rfilename: each.size or 0 for each in found}, blobs, large, info.sha or "")
+
+
+def _is_inside(name: str) -> bool:
+    """True if a path of a repository stays inside the folder that it is joined to."""
+    return name.isprintable() and not {"", ".", ".."}.intersection(name.replace("\\", "/").split("/"))
 
 
 def _patterns(model: HubModel, weights: bool) -> tuple[str, ...]:

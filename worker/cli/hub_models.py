@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 _GB: Final = 1e9
 _COMMIT_CHARS: Final = 12
 _SERVED: Final = "yes"
+_DAMAGED: Final = "its folder is damaged"
 
 
 def command_model_folder(model: str, *, weights: bool = True) -> Path:
@@ -87,7 +88,7 @@ class CachedModel:
 
     Attributes:
         name: as `--model` takes it.
-        revision: commit; "" for a download that was interrupted before any commit had a file.
+        revision: commit; "" for a download that was interrupted before any commit had a file, and a damaged folder.
         refs: branches and tags of this commit.
         size: bytes.
         architecture: from config.json; "" without one.
@@ -108,10 +109,11 @@ class CachedModel:
 @options("list")
 def list_models(as_json: bool) -> None:
     """List the models in the cache of this machine, and whether a worker can serve them."""
-    repositories = _repositories()
-    rows = [row for repo in repositories for row in _rows(repo)] + [
-        CachedModel(name, "", (), _stored_bytes(folder), "", "its download is not complete", str(folder))
-        for name, folder in _interrupted(repositories).items()
+    cache = _scanned()
+    rows = [row for repo in cache.repositories for row in _rows(repo)] + [
+        CachedModel(name, "", (), _stored_bytes(folder), "", served, str(folder))
+        for folders, served in ((cache.interrupted, "its download is not complete"), (cache.damaged, _DAMAGED))
+        for name, folder in folders.items()
     ]
     found = sorted(rows, key=lambda row: (row.name, row.revision))
     if as_json:
@@ -185,37 +187,42 @@ def _named_architecture(folder: Path) -> str:
 @options("rm")
 def remove(models: tuple[str, ...], as_json: bool) -> None:
     """Remove models from the cache of this machine: org/name with all revisions, or org/name@revision."""
-    from huggingface_hub import scan_cache_dir  # noqa: PLC0415
+    from huggingface_hub import constants, scan_cache_dir  # noqa: PLC0415
 
-    repositories = _repositories()
-    interrupted = _interrupted(repositories)
-    folders = [interrupted[model] for model in models if model in interrupted]
-    commits = [commit for model in models if model not in interrupted for commit in _commits(repositories, model)]
-    size = sum(map(_stored_bytes, folders))
-    for folder in folders:
-        shutil.rmtree(folder)
+    cache = _scanned()
+    folders = {model: cache.interrupted[model] for model in models if model in cache.interrupted}
+    commits = list({commit: None for model in models if model not in folders for commit in _commits(cache, model)})
+    size = sum(map(_stored_bytes, folders.values()))
+    for folder in folders.values():
+        try:
+            shutil.rmtree(folder)
+        except OSError as error:
+            raise CommandError(f"{folder} cannot be removed: {error}") from None
     if commits:
-        strategy = scan_cache_dir().delete_revisions(*commits)
+        strategy = scan_cache_dir(constants.HF_HUB_CACHE).delete_revisions(*commits)
         size += strategy.expected_freed_size
         strategy.execute()
     if as_json:
         click.echo(json.dumps({"removed": commits, "freed_bytes": size}))
     else:
-        click.echo(f"removed {', '.join(models)}: {size / _GB:.2f} GB freed")
+        click.echo(f"removed {', '.join(dict.fromkeys(models))}: {size / _GB:.2f} GB freed")
 
 
-def _commits(repositories: Sequence[CachedRepoInfo], model: str) -> list[str]:
+def _commits(cache: _Cache, model: str) -> list[str]:
     """Commits of a model in the cache.
 
     Raises:
-        CommandError: there is none.
+        CommandError: there is none, or the model's folder is damaged.
     """
     hub = HubModel.parse(model)
     if hub is None or hub.file:
         raise CommandError(f"{model!r} cannot be a repository on the Hub; valid: org/name, org/name@revision")
+    if hub.repo in cache.damaged:
+        folder = cache.damaged[hub.repo]
+        raise CommandError(f"{model}: {cache.reason(folder)}; mend {folder}, or remove it yourself")
     found = [
         each.commit_hash
-        for repo in repositories
+        for repo in cache.repositories
         for each in repo.revisions
         if repo.repo_id == hub.repo
         and (hub.revision is None or hub.revision in each.refs or each.commit_hash.startswith(hub.revision))
@@ -225,24 +232,46 @@ def _commits(repositories: Sequence[CachedRepoInfo], model: str) -> list[str]:
     return found
 
 
-def _repositories() -> list[CachedRepoInfo]:
-    """Model repositories in the cache."""
+@dataclass(frozen=True)
+class _Cache:
+    """Models in the cache of this machine.
+
+    Attributes:
+        repositories: those that can be read.
+        interrupted: folders whose snapshots are missing or empty, by name: org/name.
+        damaged: folders with files in a snapshot that cannot be read, by name.
+        warnings: why they cannot be read; each names its folder.
+    """
+
+    repositories: Sequence[CachedRepoInfo] = ()
+    interrupted: Mapping[str, Path] = field(default_factory=dict)
+    damaged: Mapping[str, Path] = field(default_factory=dict)
+    warnings: Sequence[str] = ()
+
+    def reason(self, folder: Path) -> str:
+        """Why a folder cannot be read."""
+        return next((each for each in self.warnings if str(folder) in each), _DAMAGED)
+
+
+def _scanned() -> _Cache:
     # Importing it takes half a second.
-    from huggingface_hub import CacheNotFound, scan_cache_dir  # noqa: PLC0415
+    from huggingface_hub import CacheNotFound, constants, scan_cache_dir  # noqa: PLC0415
 
+    # The library's warnings name resolved paths.
+    place = Path(constants.HF_HUB_CACHE).expanduser().resolve()
     try:
-        return [repo for repo in scan_cache_dir().repos if repo.repo_type == "model"]
+        scan = scan_cache_dir(place)
     except CacheNotFound:
-        return []
-
-
-def _interrupted(repositories: Sequence[CachedRepoInfo]) -> dict[str, Path]:
-    """Folders of models with parts of files alone, by name: org/name."""
-    from huggingface_hub import constants  # noqa: PLC0415
-
-    known = {repo.repo_path.name for repo in repositories}
-    folders = [folder for folder in Path(constants.HF_HUB_CACHE).glob("models--*") if folder.name not in known]
-    return {folder.name.removeprefix("models--").replace("--", "/"): folder for folder in folders}
+        return _Cache()
+    folders = {path.name.removeprefix("models--").replace("--", "/"): path for path in place.glob("models--*")}
+    interrupted = {
+        name: folder for name, folder in folders.items()
+        if folder.is_dir() and all(path.is_dir() and not path.is_symlink() for path in folder.glob("snapshots/**/*"))
+    }  # fmt: skip
+    models = [repo for repo in scan.repos if repo.repo_type == "model" and repo.repo_id not in interrupted]
+    known = {repo.repo_id for repo in models}
+    damaged = {name: folder for name, folder in folders.items() if name not in interrupted and name not in known}
+    return _Cache(models, interrupted, damaged, [str(warning) for warning in scan.warnings])
 
 
 def _stored_bytes(folder: Path) -> int:

@@ -68,6 +68,12 @@ def found(model, weights):
 json.dump([found(model, weights) for model, weights in json.loads(sys.argv[1])], sys.stdout)
 """
 
+# Some shared file systems honour no locks.
+WITHOUT_LOCKS = """
+import contextlib, huggingface_hub.utils
+huggingface_hub.utils.WeakFileLock = lambda path: contextlib.nullcontext()
+"""
+
 
 @pytest.fixture
 def hub() -> Iterator[FakeHub]:
@@ -96,12 +102,18 @@ def fetch(
 
 
 def start(
-    home: Path, endpoint: str, *models: str, weights: bool = True, free: int | None = None, **environment: str
+    home: Path,
+    endpoint: str,
+    *models: str,
+    weights: bool = True,
+    free: int | None = None,
+    program: str = PROGRAM,
+    **environment: str,
 ) -> subprocess.Popen[str]:
     """A process that downloads models; see `fetch`."""
     wanted = json.dumps([(model, weights) for model in models])
     return subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, wanted, *([] if free is None else [str(free)])],
+        [sys.executable, "-c", program, wanted, *([] if free is None else [str(free)])],
         cwd=ROOT,
         env={**os.environ, "HF_HOME": str(home), "HF_ENDPOINT": endpoint, "FISSILE_LOG_LEVEL": "error", **environment},
         stdout=subprocess.PIPE,
@@ -201,6 +213,37 @@ def test_killed_download_continues_in_the_next_process(hub: FakeHub, part: Path,
 
 
 @pytest.mark.parametrize(
+    ("kept", "has_ranges"),
+    [pytest.param(b"", True, id="new"), pytest.param(b"?" * 5_000, False, id="damaged, no ranges")],
+)
+def test_two_downloads_into_one_part_without_locks_are_whole(
+    hub: FakeHub, part: Path, tmp_path: Path, kept: bytes, has_ranges: bool
+) -> None:
+    """The second one begins while the first one waits for the rest, and both then write to the same file."""
+    hub.has_ranges = has_ranges
+    part.write_bytes(kept)
+    hub.held, hub.held_bytes = threading.Event(), CHUNK + 100
+    program = WITHOUT_LOCKS + PROGRAM
+    processes = [start(tmp_path, hub.endpoint, "org/tiny", program=program)]
+    try:
+        wait_until(lambda: len(hub.ranges) == 1 and part.stat().st_size > len(kept))
+        processes.append(start(tmp_path, hub.endpoint, "org/tiny", program=program))
+        wait_until(lambda: len(hub.ranges) == 2)
+        hub.held.set()
+        results = [process.communicate(timeout=60) for process in processes]
+    finally:
+        hub.held.set()
+        for process in processes:
+            process.kill()
+            process.wait()
+    for out, errors in results:
+        [(folder, files)] = json.loads(out.splitlines()[-1] if out else "[]") or [(errors, [])]
+        assert set(files) == WANTED, folder
+        assert (Path(folder) / "model.safetensors").read_bytes() == LARGE
+    assert not list(part.parent.glob("*.incomplete"))
+
+
+@pytest.mark.parametrize(
     ("kept", "missing", "has_ranges", "ranges"),
     [
         pytest.param(LARGE[:5_000_000], len(LARGE) - 5_000_000, True, ["bytes=5000000-"], id="right"),
@@ -237,6 +280,30 @@ def test_content_with_another_digest_is_refused(hub: FakeHub, tmp_path: Path) ->
     sent, listed = (digest("model.safetensors", content) for content in (b"WEIGHTS", b"weights"))
     assert error == f"org/tiny: model.safetensors arrived with the SHA-256 {sent}, the Hub lists {listed}"
     assert not [path for path in tmp_path.rglob("*") if path.is_file() and path.read_bytes() == b"WEIGHTS"]
+
+
+def test_digest_that_is_no_sha256_names_no_file(hub: FakeHub, tmp_path: Path) -> None:
+    listed = ["../../../outside", f"{tmp_path}/outside", "0" * 63, "0" * 64 + "\n", "A" * 64]
+    for i, each in enumerate(listed):
+        hub.repos[f"org/tiny-{i}"] = FakeRepo({"main": {"config.json": b"{}", f"{i}.safetensors": b"weights"}})
+        hub.digests[f"{i}.safetensors"] = each
+    found = fetch(tmp_path / "home", hub.endpoint, *(f"org/tiny-{i}" for i in range(len(listed))))
+    assert [files for _, files in found] == [
+        ["config.json" if j else f"{i}.safetensors" for j in (0, 1)] for i in range(5)
+    ]
+    assert [path.name for path in tmp_path.iterdir()] == ["home"]
+
+
+def test_file_name_that_leaves_the_folder_is_refused(hub: FakeHub, tmp_path: Path) -> None:
+    names = ["../outside.safetensors", "/outside.safetensors", "a//b.json", "..\\a.json", "a\0.json"]
+    for i, name in enumerate(names):
+        hub.repos[f"org/tiny-{i}"] = FakeRepo({"main": {**FILES, name: b"weights"}})
+    found = fetch(tmp_path / "home", hub.endpoint, *(f"org/tiny-{i}" for i in range(len(names))))
+    reason = "which is not a path inside the repository"
+    assert [error for error, _ in found] == [
+        f"org/tiny-{i}: {hub.endpoint} lists {name!r}, {reason}" for i, name in enumerate(names)
+    ]
+    assert hub.downloaded() == set()
 
 
 def test_commit_pins_a_revision(hub: FakeHub, tmp_path: Path) -> None:
