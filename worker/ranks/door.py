@@ -18,6 +18,7 @@ import os
 import secrets
 import selectors
 import socket
+import struct
 import time
 from collections.abc import Callable, Container
 from dataclasses import dataclass, field
@@ -36,6 +37,8 @@ _RANK: Final = b"rank"
 _DOOR: Final = b"door"
 _KNOCK_AGAIN_S: Final = 0.5
 _KEEPALIVE_S: Final = 2
+# tcpi_retransmits and tcpi_last_ack_recv of Linux's struct tcp_info.
+_TCP_INFO: Final = struct.Struct("=2xB53xI")
 _REFUSED_LOG_S: Final = 10.0
 
 
@@ -260,8 +263,19 @@ def notice_lost_machine(sock: socket.socket) -> None:
 
 
 def allow_slow_reader(sock: socket.socket) -> None:
-    """Lets the other side leave bytes unread for any time. Keepalive still notices a vanished machine when idle."""
+    """Lets the other side leave bytes unread for any time. While bytes are in flight, ask `is_machine_lost`."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 0)
+
+
+def is_machine_lost(sock: socket.socket) -> bool:
+    """True if a TCP connection repeats bytes and the other machine has acknowledged none for RANK_TCP_TIMEOUT_S.
+
+    The kernel itself would repeat them for a quarter of an hour. It does not repeat bytes while the other side's
+    receive buffer is full, so a slow reader is no lost machine.
+    """
+    info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
+    repeats, since_acknowledged_ms = _TCP_INFO.unpack(info)
+    return bool(repeats and since_acknowledged_ms > RANK_TCP_TIMEOUT_S * 1000)
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from common.limits import RANK_TCP_TIMEOUT_S
-from worker.ranks.door import Door, allow_slow_reader, knock_until_admitted
+from worker.ranks.door import Door, allow_slow_reader, is_machine_lost, knock_until_admitted
 
 Check = Callable[[], None]
 # A byte that the knocking rank sends once it is admitted, and the door's rank sends back once it counts that rank as
@@ -26,6 +26,7 @@ Check = Callable[[], None]
 _READY = b"\x01"
 _ADMIT_S = 0.2
 _AGAIN_S = 0.5
+_LOST_CHECK_MS = 1000
 
 
 class RankMesh:
@@ -38,8 +39,7 @@ class RankMesh:
         size: ranks in all.
         peers: connected socket of each other rank. Groups with a common rank may share sockets.
 
-    A rank may come any time after the others. If its machine vanishes, idle connections to it fail within seconds. One
-    with bytes in flight lasts until the kernel gives up after minutes: the engine's watcher ends the ranks before.
+    A rank may come any time after the others; if its machine vanishes, operations fail within seconds.
 
     Raises:
         OSError: from every operation, when the connection to a rank is lost.
@@ -108,7 +108,10 @@ class RankMesh:
             events = (select.POLLOUT if rank in sent else 0) | (select.POLLIN if rank in received else 0)
             if events:
                 poll.register(sock, events)
-        poll.poll()
+        while not poll.poll(_LOST_CHECK_MS):
+            for rank, sock in self._peers.items():
+                if sock.family != socket.AF_UNIX and is_machine_lost(sock):
+                    raise TimeoutError(f"the machine of rank {rank} does not answer")
 
 
 def _advance(views: dict[int, memoryview], rank: int, view: memoryview, count: int) -> None:

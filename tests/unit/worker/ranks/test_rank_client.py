@@ -23,12 +23,13 @@ from worker.config.shares import check_heads
 from worker.engine.batch import ScheduledBatch, ScheduledBatchOutput
 from worker.engine.sequence import Sequence
 from worker.progress import StartProgress
-from worker.ranks import rank_client
+from worker.ranks import rank_client, rank_process
 from worker.ranks.batch_delta import BatchDecoder
 from worker.ranks.door import knock
 from worker.ranks.frames import FrameReader, encode, receive
 from worker.ranks.rank_client import RankGroup
 from worker.ranks.rank_peers import Peer, RankLostError
+from worker.ranks.rank_process import Link
 from worker.ranks.rank_setup import load_ranks
 from worker.ranks.topology import Topology
 
@@ -415,6 +416,48 @@ def test_only_missing_ranks_are_admitted() -> None:
     starting.join(60)
     assert group.call("load") == {0: (0, "load"), 1: (1, "load")}
     group.close()
+
+
+def test_second_process_replaces_a_rank_that_waits_for_others() -> None:
+    """Former fault: a rank that ended while the engine waited for a third machine was refused when it came again."""
+    port = free_port()
+    group = Group()
+    group.topology = Topology(3, 3, 0, f"tcp://127.0.0.1:{port}")
+    starting = threading.Thread(target=group.start)
+    starting.start()
+    with connect(port) as earlier:
+        knock(earlier, 1, "")
+        for rank in (1, 2):
+            sock = connect(port)
+            knock(sock, rank, "")
+            sock.settimeout(None)
+            group.fakes.append(FakeRank(rank, sock))
+        assert not earlier.recv(1)
+    starting.join(60)
+    assert group.call("load") == {rank: (rank, "load") for rank in range(3)}
+    group.close()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_heartbeats_start_with_the_first_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Former fault: hours of heartbeats filled the buffer of an engine that waited for another machine."""
+
+    def end(_code: int) -> None:
+        raise SystemExit
+
+    monkeypatch.setattr(rank_process, "exit_now", end)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.settimeout(60)
+        link = Link(theirs, FrameReader())
+        assert not [each for each in threading.enumerate() if each.name == "heartbeat"]
+        ours.sendall(encode((1, "load")))
+        calls = link.messages()
+        assert next(calls) == (1, "load")
+        assert next(receive(ours, FrameReader())) == ("beat",)
+        (beats,) = [each for each in threading.enumerate() if each.name == "heartbeat"]
+    beats.join(60)
+    assert not beats.is_alive()
 
 
 def connect(port: int) -> socket.socket:
