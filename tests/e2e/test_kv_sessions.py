@@ -143,6 +143,9 @@ async def test_session_that_brings_nothing_changes_no_token(fleet: Fleet) -> Non
         other.CopyFrom(session)
         other.attributes_struct.update({name: value})
         others.append(other)
+    others.append(pb.KvSessionRef())
+    others[-1].CopyFrom(session)
+    others[-1].dp_rank = 3
     for other in others:
         assert (await decoded(fleet, given, other)).tokens == wanted.tokens
     # The tier has evicted the blocks.
@@ -154,14 +157,13 @@ async def test_session_that_brings_nothing_changes_no_token(fleet: Fleet) -> Non
     assert (await decoded(fleet, given, session)).tokens == wanted.tokens
 
 
-async def test_session_of_other_prompt_salt_or_rank_is_refused(fleet: Fleet) -> None:
+async def test_session_of_other_prompt_or_salt_is_refused(fleet: Fleet) -> None:
     session = await prefilled(fleet, request())
     wrong = [
         ("kv.session.session_id", request(PROMPT[:-SIZE]), session),
         ("kv.session.session_id", request(kv=pb.KvOptions(cache_salt="other")), session),
         ("kv.session.session_id", request(), pb.KvSessionRef()),
         ("kv.session.session_id", request(), pb.KvSessionRef(session_id="x" * 1000)),
-        ("kv.session.dp_rank", request(), pb.KvSessionRef(session_id="x", dp_rank=1)),
     ]
     for path, given, ref in wrong:
         given.kv.session.CopyFrom(ref)

@@ -157,15 +157,17 @@ def door_request(request: pb.GenerateRequest, metadata: Iterable[tuple[str, str 
         returns_text=detokenize is None or detokenize.bool_value or detokenize.WhichOneof("kind") != "bool_value",
         keeps_stop_token=request.stopping.include_stop_in_output,
         is_context_only=is_context_only,
-        session=kv_session(request.kv.session, dp_rank) if request.kv.HasField("session") else None,
+        session=kv_session(request.kv.session) if request.kv.HasField("session") else None,
     )
 
 
-def kv_session(ref: pb.KvSessionRef, dp_rank: int) -> KvSession:
+def kv_session(ref: pb.KvSessionRef) -> KvSession:
     """The session that a peer names; a session of another engine has neither tiers nor a root.
 
+    Its rank is the one that computed the prompt. Every rank finds the same blocks in the tier.
+
     Raises:
-        InvalidFieldError: it has no id, or names another rank.
+        InvalidFieldError: it has no id.
     """
     empty = Value()
     stores = ref.attributes_struct.fields.get("stores", empty).list_value.values[:_MOST_STORES]
@@ -173,9 +175,7 @@ def kv_session(ref: pb.KvSessionRef, dp_rank: int) -> KvSession:
     if not 1 <= len(ref.session_id.encode()) <= MAX_REQUEST_ID_BYTES:
         valid = f"1 to {MAX_REQUEST_ID_BYTES} bytes"
         raise InvalidFieldError("kv.session.session_id", "is missing or too long", valid)
-    if ref.dp_rank != dp_rank:
-        raise InvalidFieldError("kv.session.dp_rank", f"is {ref.dp_rank}", f"{dp_rank}, this engine's rank")
-    return KvSession(ref.session_id, tuple(each.string_value for each in stores), root, dp_rank=dp_rank)
+    return KvSession(ref.session_id, tuple(each.string_value for each in stores), root, dp_rank=ref.dp_rank)
 
 
 def candidate_ids(selection: pb.CandidateTokenSelection) -> list[int]:
