@@ -308,7 +308,8 @@ class _GrpcSpanExporter(OTLPSpanExporter):
         _add_attributes(resource.resource.attributes, data[0].resource.attributes)
         spans = resource.scope_spans.add(scope={"name": names.TRACER}).spans
         for span in data:
-            parent = span.parent
+            # Errors of the system may quote names of files that are not UTF-8.
+            parent, message = span.parent, (span.status.description or "").encode(errors="replace").decode()
             added = spans.add(
                 **_ids(span.context),
                 trace_state=span.context.trace_state.to_header() if span.context else "",
@@ -318,7 +319,7 @@ class _GrpcSpanExporter(OTLPSpanExporter):
                 kind=span.kind.value + 1,
                 start_time_unix_nano=span.start_time,
                 end_time_unix_nano=span.end_time,
-                status={"code": span.status.status_code.value, "message": span.status.description},
+                status={"code": span.status.status_code.value, "message": message},
                 flags=_REMOTE if parent is not None and parent.is_remote else _LOCAL,
             )
             _add_attributes(added.attributes, span.attributes)

@@ -22,6 +22,7 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_serv
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import Status, StatusCode
 from structlog.testing import capture_logs
 
 from common.errors import NoWorkerError
@@ -291,9 +292,11 @@ def test_span_with_a_value_that_otlp_lacks_loses_that_attribute_alone(value: Any
     provider.add_span_processor(SimpleSpanProcessor(memory))
     provider.get_tracer("t").start_span("s").end()
     (span,) = memory.get_finished_spans()
+    span._status = Status(StatusCode.ERROR, "cannot read \udcff")
     span._attributes = {"first": 1, "bad": value, "mode": _Mode.FAST, "last": "x"}
     encoded = _GrpcSpanExporter(endpoint="127.0.0.1:1", insecure=True)._translate_data([span])
     (sent,) = encoded.resource_spans[0].scope_spans[0].spans
+    assert sent.status.message == "cannot read ?"
     assert [(each.key, each.value.WhichOneof("value")) for each in sent.attributes] == [
         ("first", "int_value"),
         ("mode", "string_value"),
