@@ -48,13 +48,15 @@ def is_shared(text: str) -> bool:
 def shared_stores(text: str) -> tuple[str, ...]:
     """The tiers that several workers can use, each as its kind and a digest of its place, such as `redis:1f0a...`.
 
-    The digest has neither user nor password. Tiers are equal if their options name the same place in the same words.
+    The digest has neither user nor password. Tiers are equal if their options name the same place in the same words; a
+    slash at the end makes no difference.
     """
     stores = []
     for part in filter(None, (each.strip() for each in text.split(","))):
         kind, _, rest = part.partition(":")
         url = urlsplit(part)
-        place = f"{url.hostname}:{url.port}{url.path}" if url.netloc else str(Path(rest.rpartition(":")[0]).absolute())
+        path = url.path.rstrip("/")
+        place = f"{url.hostname}:{url.port}{path}" if url.netloc else str(Path(rest.rpartition(":")[0]).absolute())
         if kind != "memory":
             stores.append(f"{_KINDS.get(kind, kind)}:{hashlib.sha256(place.encode()).hexdigest()[:_DIGITS]}")
     return tuple(stores)

@@ -573,7 +573,7 @@ def test_shared_store_is_named_by_its_place_alone(tmp_path: Path) -> None:
     (second,) = shared_stores("redis://cache:6379/0")
     assert shared_stores("rediss://user:secret@cache:6379/0") == (second,)
     assert shared_stores("redis://cache:6379/1") != (second,)
-    lent, borrowed = (shared_stores(f"mooncake://master:50051{size}") for size in ("?segment=1GiB", ""))
+    lent, borrowed = (shared_stores(f"mooncake://master:50051{size}") for size in ("?segment=1GiB", "/"))
     assert lent == borrowed
     assert lent[0].startswith("mooncake:")
     assert shared_stores(f"redis://cache:6379/0,{files}:1MiB") == (second, first)
