@@ -322,11 +322,14 @@ class RunningRequests:
             queued = stream.queued
             if stream.session is not session or stream.assembly.is_closed or queued.only_worker:
                 continue
-            num_tokens, size = stream.assembly.num_tokens, session.block_size
+            num_tokens = stream.assembly.num_tokens
             wanted = stream.attempts.numerics_wanted(self._policy, num_tokens)
             kind = (queued.model, wanted, queued.most_tokens, queued.grammar_engine)
-            if lanes.has_decode_place(*kind, num_blocks=-(-num_tokens // size)):
-                # One by one, so that the next one finds this place taken.
+            if self._dispatcher.is_reassigning:
+                # No lane counts requests that are still to be placed.
+                return
+            if lanes.has_decode_place(*kind, num_tokens=num_tokens, block_size=session.block_size):
+                # One by one, so that the next one finds this place and its blocks taken.
                 self._fail_over([(stream, Loss.HANDED_OVER)], "its prompt is computed")
 
     # Failover.

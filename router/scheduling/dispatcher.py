@@ -187,6 +187,11 @@ class Dispatcher:
         request.excluded_worker = excluded_worker
         self._reassignments.add_returned(request, now)
 
+    @property
+    def is_reassigning(self) -> bool:
+        """True while requests that have returned, or whose lane has gone, are still to be placed."""
+        return bool(self._reassignments)
+
     def cancel(self, key: int) -> bool:
         """Drops a waiting request; False if it is not waiting."""
         request = self._queue.remove(key)

@@ -158,9 +158,20 @@ class Lane:
         """
         return self.is_taken or (self.limit is not None and len(self._bound) + self.load.num_seqs > self.limit)
 
-    def has_place(self, num_blocks: int) -> bool:
-        """True if a sequence of `num_blocks` KV blocks can run at the worker without waiting for another one to end."""
-        return not (self.is_taken or self.is_full) and self.places > 0 and self.load.report.free_blocks >= num_blocks
+    def has_place(self, num_tokens: int, block_size: int) -> bool:
+        """True if a sequence can run at the worker without waiting for another one to end.
+
+        Args:
+            num_tokens: of the sequence.
+            block_size: tokens of a KV block.
+        """
+        load = self.load
+        # The report counts no blocks of sequences in this lane, on their way, or in the worker's own queue.
+        tokens = num_tokens + self.bound_tokens + load.unseen_tokens + load.report.waiting_tokens
+        num_seqs = 1 + len(self._bound) + load.unseen_seqs + load.report.waiting_seqs
+        # Each sequence fills its last block partly.
+        most_blocks = tokens // block_size + num_seqs
+        return not (self.is_taken or self.is_full) and self.places > 0 and load.report.free_blocks >= most_blocks
 
     @property
     def places(self) -> int:

@@ -186,19 +186,26 @@ class LaneTable:
         )
 
     def has_decode_place(
-        self, model: str, numerics: str | None, most_tokens: int, grammar_engine: str, num_blocks: int
+        self,
+        model: str,
+        numerics: str | None,
+        most_tokens: int,
+        grammar_engine: str,
+        *,
+        num_tokens: int,
+        block_size: int,
     ) -> bool:
-        """True if a worker that is not for prefills can continue a request of `num_blocks` KV blocks at once.
+        """True if a worker that is not for prefills can continue a request at once.
 
-        Of workers for decodes and for both, those that the request would go to count. For the other arguments see
-        `can_serve`.
+        Of workers for decodes and for both, those that the request would go to count. For the first arguments see
+        `can_serve`, for the last two `Lane.has_place`.
         """
         suited = [
             lane
             for lane in self._ready.get(model, ())
             if lane.kind.role != PREFILL_FEATURE and lane.kind.can_serve(numerics, most_tokens, grammar_engine)
         ]
-        return any(lane.has_place(num_blocks) for lane in _by_role(suited, has_output=True))
+        return any(lane.has_place(num_tokens, block_size) for lane in _by_role(suited, has_output=True))
 
     def role_problem(self, lane: Lane) -> str:
         """Why this lane's worker shares no KV blocks with those for the other half; "" if it does, or none is up."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -75,12 +76,37 @@ def test_requests_go_to_workers_for_the_half_that_comes_next(roles: str, new: st
     assert "".join(lane.worker[0] for lane in table.candidates(queued)) == new
     queued.has_output = True
     assert "".join(lane.worker[0] for lane in table.candidates(queued)) == continued
-    assert table.has_decode_place("m", None, 0, "", num_blocks=9) == (set(roles) != {"p"})
+    needed = {"num_tokens": 33, "block_size": 4}
+    assert table.has_decode_place("m", None, 0, "", **needed) == (set(roles) != {"p"})
     # A stream that has begun waits for no place.
     for full in (LoadReport(0.0, room_seqs=0, free_blocks=9), LoadReport(0.0, room_seqs=1, free_blocks=8)):
         for lane in lanes:
             lane.load.take(full)
-        assert not table.has_decode_place("m", None, 0, "", num_blocks=9)
+        assert not table.has_decode_place("m", None, 0, "", **needed)
+
+
+@pytest.mark.parametrize("state", ["bound", "on its way", "waits at the worker"])
+def test_blocks_of_requests_that_no_report_counts_are_taken(state: str) -> None:
+    """120 blocks of 4 tokens are free; a request of 400 tokens takes 101 of them at most."""
+    report = LoadReport(0.0, room_tokens=1000, room_seqs=9, free_blocks=120, decoding_seqs=1)
+    lane = make_lane("d", "m", report)
+    assert lane.has_place(400, 4)
+    handed_over = request(1, tokens=400)
+    handed_over.is_retry = True
+    lane.bind(handed_over)
+    if state != "bound":
+        _, serial = lane.release(0.0)
+        if state == "waits at the worker":
+            seen = replace(report, submit_seen=serial, room_seqs=8, waiting_seqs=1, waiting_tokens=400)
+            lane.load.take(seen)
+    assert not lane.has_place(400, 4)
+    assert lane.has_place(75, 4)
+    assert not lane.has_place(76, 4)
+    # The worker has given it blocks.
+    if state == "waits at the worker":
+        lane.load.take(replace(report, submit_seen=serial, decoding_seqs=2, free_blocks=19))
+        assert lane.has_place(75, 4)
+        assert not lane.has_place(76, 4)
 
 
 @pytest.mark.parametrize(
