@@ -2,9 +2,10 @@
 
 `python -m common.process.exec_child PARENT worker.kv_tiers.mooncake_process SOCKET_FD MEMORY_FD SETTINGS`.
 
-The library blocks for 30 s when the master hangs and for 90 s when it starts without one, and it prints to stderr. Here
-none of that reaches the worker. Values pass through slots of shared memory, which the library reads and writes itself;
-the socket carries only requests and results. The process ends when the worker closes the socket.
+The library blocks for 30 s when the master hangs and for 90 s when it starts without one; here that holds up no call of
+the worker. It prints lines of its own form, which the worker logs as events. Values pass through slots of shared
+memory, which the library reads and writes itself; the socket carries only requests and results. The process ends when
+the worker closes the socket.
 """
 
 from __future__ import annotations

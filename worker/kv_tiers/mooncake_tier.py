@@ -15,14 +15,19 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from concurrent.futures import Future
 from importlib.util import find_spec
-from typing import Final
+from typing import IO, Final
 from urllib.parse import parse_qs, urlsplit
+
+import structlog
 
 from common.errors import InvalidFieldError
 from common.params.options.types import ByteSize
 from worker.kv_tiers.mooncake_process import DROP, GET, NUM_SLOTS, PUT, REQUEST, RESULT, MooncakeSettings
+
+log = structlog.get_logger(__name__)
 
 # A block that takes longer than this is computed sooner.
 TIMEOUT_S: Final = 1.0
@@ -34,6 +39,9 @@ _VALID: Final = (
     "left out, and protocol is tcp or rdma"
 )
 _PROTOCOLS: Final = ("tcp", "rdma")
+# Of the lines that the library prints in a minute, the worker logs so many, and of each line so many bytes.
+LOGGED_LINES: Final = 20
+_LINE_BYTES: Final = 1000
 
 
 class MooncakeError(Exception):
@@ -152,6 +160,9 @@ class MooncakeClient:
             theirs.close()
         self.has_ended = False
         threading.Thread(target=self._receive, name="mooncake", daemon=True).start()
+        assert self._process.stdout is not None
+        printed = (self._process.stdout, self.pid)
+        threading.Thread(target=_log_lines, args=printed, name="mooncake-log", daemon=True).start()
 
     @property
     def pid(self) -> int:
@@ -225,8 +236,24 @@ def _start(sock: int, memory: int, settings: MooncakeSettings) -> subprocess.Pop
     """Starts the process, which ends with this thread."""
     module, own = "worker.kv_tiers.mooncake_process", str(os.getpid())
     command = [sys.executable, "-m", "common.process.exec_child", own, module, str(sock), str(memory)]
-    # The library logs each refused call, which is counted here, in lines that are not JSON.
+    # The library logs each refused call, which is counted here.
     environment = {"MC_LOG_LEVEL": "ERROR", **os.environ}
     return subprocess.Popen(
-        [*command, settings.to_json()], stdin=subprocess.DEVNULL, pass_fds=(sock, memory), env=environment
+        [*command, settings.to_json()],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        pass_fds=(sock, memory),
+        env=environment,
     )
+
+
+def _log_lines(printed: IO[bytes], pid: int) -> None:
+    """Logs the lines that the process prints, and reads those over the limit too, so that printing never blocks it."""
+    minute, number = 0.0, 0
+    with printed:
+        while line := printed.readline(_LINE_BYTES):
+            now = time.monotonic() // 60
+            minute, number = now, number + 1 if now == minute else 1
+            if number <= LOGGED_LINES:
+                log.warning("Mooncake's client printed a line", pid=pid, line=line.decode(errors="replace").strip())

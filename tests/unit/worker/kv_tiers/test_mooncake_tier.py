@@ -9,13 +9,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 
 from tests.unit.worker.engine.small_engine import BLOCK, engine, prompts
 from worker.engine.sequence import Sequence
 from worker.engine.tier_lookups import NAME_BYTES, Tiers, root_name
 from worker.kv_tiers import mooncake_tier
 from worker.kv_tiers.mooncake_process import NUM_SLOTS, MooncakeSettings
-from worker.kv_tiers.mooncake_tier import MooncakeError, MooncakeTier, read_settings
+from worker.kv_tiers.mooncake_tier import LOGGED_LINES, MooncakeError, MooncakeTier, read_settings
 from worker.kv_tiers.tier_option import is_shared, open_tiers
 from worker.kv_tiers.tiers import DAMAGED, FAILED, HEADER_BYTES, HIT, MISS, STORED, KvTiers
 
@@ -35,6 +36,9 @@ def mood():
 class MooncakeDistributedStore:
     def setup(self, *arguments):
         (FOLDER / "setup").write_text(json.dumps(arguments))
+        if mood().startswith("prints"):
+            os.write(1, b"to stdout\\n")
+            os.write(2, b"E1127 client.cpp:1] " + bytes([255]) * 5000 + b"\\n" + b"again\\n" * int(mood()[7:]))
         return -1 if mood() == "no master" else 0
 
     def register_buffer(self, address, size):
@@ -242,6 +246,23 @@ def test_no_request_waits_for_the_library(library: Library, mood: str, monkeypat
     until(lambda: tiers.counts().get(("mooncake", wanted), 0) > 0)
     library.behave("well")
     tiers.close()
+
+
+def test_lines_of_the_library_are_events_of_the_worker(library: Library, capfd: pytest.CaptureFixture[str]) -> None:
+    library.behave("prints 100000")
+    with capture_logs() as lines:
+        tier = MooncakeTier(MooncakeSettings("127.0.0.1:50051"), 64)
+        # The process has printed all, which its pipe alone cannot hold.
+        assert tier.get(NAME) is None
+        until(lambda: len(lines) >= LOGGED_LINES)
+        tier.close()
+    shown = [line for line in lines if line["event"] == "Mooncake's client printed a line"]
+    assert {line["pid"] for line in shown} == {tier.pid}
+    assert [line["line"] for line in shown[:2]] == ["to stdout", "E1127 client.cpp:1] " + "\ufffd" * 980]
+    assert shown[10]["line"] == "again"
+    # Two minutes may be counted.
+    assert len(shown) <= 2 * LOGGED_LINES
+    assert capfd.readouterr() == ("", "")
 
 
 def test_option_names_what_the_library_is_given(library: Library) -> None:
