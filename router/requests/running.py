@@ -326,7 +326,7 @@ class RunningRequests:
             wanted = stream.attempts.numerics_wanted(self._policy, num_tokens)
             kind = (queued.model, wanted, queued.most_tokens, queued.grammar_engine)
             if self._dispatcher.is_reassigning:
-                # No lane counts requests that are still to be placed.
+                # Lanes count only requests that are bound.
                 return
             if lanes.has_decode_place(*kind, num_tokens=num_tokens, block_size=session.block_size):
                 # One by one, so that the next one finds this place and its blocks taken.

@@ -189,7 +189,7 @@ class Dispatcher:
 
     @property
     def is_reassigning(self) -> bool:
-        """True while requests that have returned, or whose lane has gone, are still to be placed."""
+        """True if returned requests, or requests of a lost worker, still lack a lane."""
         return bool(self._reassignments)
 
     def cancel(self, key: int) -> bool:

@@ -39,7 +39,7 @@ _VALID: Final = (
     "left out, and protocol is tcp or rdma"
 )
 _PROTOCOLS: Final = ("tcp", "rdma")
-# Of the lines that the library prints in a minute, the worker logs so many, and of each line so many bytes.
+# Lines of the library that the worker logs in a minute, and bytes of each.
 LOGGED_LINES: Final = 20
 _LINE_BYTES: Final = 1000
 
