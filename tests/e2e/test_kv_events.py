@@ -19,14 +19,18 @@ from fissile.worker.v1 import worker_pb2 as wpb
 from fissile.worker.v1.worker_pb2_grpc import WorkerServiceStub
 
 from tests.e2e.service import Answer, Process, Service, free_port, generate, running_service
-from tests.e2e.simulated import OPTIONS, request, simulated_model, wait_workers
+from tests.e2e.simulated import CONFIG, OPTIONS, request, simulated_model, wait_workers
 from tests.fake_dns import wait_until
 from tests.scraped import scrape
+from tests.unit.router.support import EOS
+from worker.simulation.runner import SimulatedRunner
 
 GRANULE = 128
 # A pool of 200 blocks: 25 granules.
 POOL = ["--kv-cache-memory", "1600KiB"]
 PREFIX_GRANULES = 6
+SEED = 5
+MODEL = SimulatedRunner(int(str(CONFIG["vocab_size"])), EOS)
 
 
 @dataclass
@@ -39,7 +43,9 @@ class Fleet:
     def ask(self, stub: InferenceServiceStub, prompt: list[int]) -> Answer:
         asked = pb.GenerateRequest(token_ids=pb.TokenIds(ids=prompt))
         asked.sampling_params.max_tokens = 2
+        asked.sampling_params.seed = SEED
         asked.sampling_params.ignore_eos = True
+        asked.output_options.return_token_ids = True
         return generate(stub, asked)
 
     def warm(self, index: int, prompt: list[int]) -> None:
@@ -88,8 +94,11 @@ def test_evicted_prompts_go_to_the_worker_that_has_them_in_memory(tmp_path: Path
             for place, prompt in enumerate(prompts):
                 fleet.warm(place // 4, [*prompt, 7])
             wait_until(lambda: tier_prefixes(metrics) == 8 * PREFIX_GRANULES * round_)  # noqa: B023
-            asked = [prompts[place] for place in (4, 0, 1, 5, 6, 2)]
-            hits = [found(fleet.ask(service.stub, [*prompt, 7])) for prompt in asked]
+            asked = [[*prompts[place], 7] for place in (4, 0, 1, 5, 6, 2)]
+            answers = [fleet.ask(service.stub, prompt) for prompt in asked]
+            # Tokens of the simulated model follow from the whole prompt, and so from the blocks that a tier gave back.
+            assert [answer.token_ids for answer in answers] == [MODEL.reference(prompt, 2, SEED) for prompt in asked]
+            hits = [found(answer) for answer in answers]
             if hits == [(f"worker-{index}", PREFIX_GRANULES * GRANULE) for index in (1, 0, 0, 1, 1, 0)]:
                 return
     raise AssertionError(hits)
