@@ -434,7 +434,8 @@ class PrefixAware(LeastLoad):
         index, look, granules = self._indexes.get(request.model), request.lookup, request.granules
         if index is None:
             return {}
-        is_deeper = look.depth < len(granules) and index.knows(granules[look.depth], now)
+        # A granule in a memory tier may be behind a hole, so that only the next regular lookup can tell.
+        is_deeper = look.depth < len(granules) and index.pool.knows(granules[look.depth], now)
         is_gone = look.depth > 0 and not index.knows(granules[look.depth - 1], now)
         if is_deeper or is_gone or now - look.time > _LOOK_S:
             longest = index.longest(granules, now)

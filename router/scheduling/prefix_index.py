@@ -13,8 +13,11 @@ table has been moved. Invariants:
     or else any entry. A granule keeps its first 8 owners; another owner counts when it stores the granule again.
   * A worker that has left, or starts again, owns nothing.
 
-A worker that holds a granule also holds the ones before it in the prompt, so that depths are found by binary search.
-Forgotten entries may make a depth too small, never too large.
+A worker whose KV cache holds a granule also holds the ones before it in the prompt, so that binary search finds depths.
+A memory tier may lack granules in the middle: it evicts a block while the KV cache still has it. So the index of memory
+tiers is searched one granule after another, from the depth in the KV cache to the first hole.
+Forgotten entries may make a depth too small, never too large. One case is unknown: a granule with 8 owners counts for
+another worker too if that worker holds a later one.
 """
 
 from __future__ import annotations
@@ -169,6 +172,24 @@ class PrefixIndex:
         """True if a worker holds a granule or is expected to hold it."""
         return bool(self._owners_of(granule) or self._sent_to(granule, now))
 
+    def run(self, worker: str, granules: Sequence[int]) -> int:
+        """Number of granules before the first one that a worker does not hold: O(n)."""
+        slot = self._slots[worker]
+        first = self._owners_of(granules[0]) if granules else []
+        if slot not in first and len(first) < _OWNERS:
+            return 0
+        owners = self._owners_of_each(granules)
+        is_held = (owners == slot).any(1)
+        # As in `_told_depth`: a worker may hold a granule of eight others without being listed.
+        ends = np.flatnonzero(~(is_held | owners.all(1)))
+        held = np.flatnonzero(is_held[: ends[0]] if ends.size else is_held)
+        return int(held[-1]) + 1 if held.size else 0
+
+    def holders(self, granules: Sequence[int]) -> list[str]:
+        """At most 8 workers that have reported any of the granules: those with the last ones."""
+        slots, places = np.unique(self._owners_of_each(granules)[::-1], return_index=True)
+        return [self._names[slot] for slot in slots[places.argsort()].tolist() if slot][:_OWNERS]
+
     def held(self, worker: str) -> set[int]:
         """All granules that a worker has reported as held. O(capacity): for tests."""
         used = slice(self._num_buckets)
@@ -194,6 +215,14 @@ class PrefixIndex:
             return []
         at = (start + names.index(granule)) * _OWNERS
         return [slot for slot in self._owner_at[at : at + _OWNERS].tolist() if self._names[slot]]
+
+    def _owners_of_each(self, granules: Sequence[int]) -> npt.NDArray[np.uint16]:
+        """Slots of the workers that have reported each granule, [number of granules, _OWNERS]; 0 for none."""
+        names = np.array(granules, np.uint64)
+        buckets = self._buckets(names)
+        is_here = (self._hashes[buckets] == names[:, None]) & (names[:, None] != 0)
+        owners = self._owners[buckets, is_here.argmax(1)]
+        return np.where(is_here.any(1)[:, None] & self._is_owner[owners], owners, np.uint16(0))
 
     def _sent_to(self, granule: int, now: float) -> list[int]:
         """Slots of the workers that were sent a granule lately."""
@@ -270,10 +299,10 @@ class LongestPrefix(NamedTuple):
     """Longest cached beginnings of a prompt, in granules.
 
     Attributes:
-        depth: in any worker's KV cache or memory tier.
+        depth: in any worker's KV cache and, behind that, its memory tier.
         pool_depth: in any worker's KV cache, or expected there.
         pool_owners: workers with `pool_depth` granules in their KV caches.
-        memory_owners: workers with the longest beginning that is in a memory tier.
+        memory_owners: workers with the longest beginning, among those whose memory tier continues their KV cache's.
     """
 
     depth: int = 0
@@ -310,14 +339,19 @@ class TieredIndex:
 
     def longest(self, granules: Sequence[int], now: float) -> LongestPrefix:
         """The longest cached beginnings of a prompt with these granules."""
-        depth, owners = self.pool.longest(granules, now)
-        below, others = self.memory.longest(granules, now) if len(self.memory) else (0, [])
-        return LongestPrefix(max(depth, below), depth, owners, others)
+        pool_depth, pool_owners = self.pool.longest(granules, now)
+        deepest, owners = 0, list[str]()
+        for worker in self.memory.holders(granules) if len(self.memory) else ():
+            depth, below = self.depths(worker, granules, now)
+            if below > depth and below >= deepest:
+                owners = [*owners, worker] if below == deepest else [worker]
+                deepest = below
+        return LongestPrefix(max(pool_depth, deepest), pool_depth, pool_owners, owners)
 
     def depths(self, worker: str, granules: Sequence[int], now: float) -> tuple[int, int]:
-        """Granules of a prompt in a worker's KV cache; and in that or its memory tier."""
+        """Granules of a prompt in a worker's KV cache; and in that continued by its memory tier."""
         depth = self.pool.depth(worker, granules, now)
-        return depth, max(depth, self.memory.depth(worker, granules, now) if len(self.memory) else 0)
+        return depth, depth + (self.memory.run(worker, granules[depth:]) if len(self.memory) else 0)
 
     def knows(self, granule: int, now: float) -> bool:
         """True if a worker holds a granule in any tier or is expected to hold it."""

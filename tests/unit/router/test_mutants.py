@@ -206,7 +206,9 @@ MUTANTS: list[tuple[Mutant, tuple[Test, ...]]] = [
     (Mutant("vacated_too_soon", ReassignmentQueue, "work_off", "if not len(lane):", "if True:"), (_PIECEMEAL,)),
     (Mutant("evicts_for_all", PrefixIndex, "evict", "owners[owners == slot] = 0", "owners[:] = 0"), (_INDEX,)),
     (Mutant("sent_once", _ExpectedPrefixes, "_drop_oldest", "found.get(slot) == end", "slot in found"), (_INDEX,)),
-    (Mutant("one_tier", TieredIndex, "depths", "max(depth, self.memory", "min(depth, self.memory"), (_TIERED,)),
+    (Mutant("one_tier", TieredIndex, "depths", "depth + (self.memory", "depth + 0 * (self.memory"), (_TIERED,)),
+    (Mutant("over_holes", PrefixIndex, "run", "is_held[: ends[0]] if ends.size else is_held", "is_held"), (_TIERED,)),
+    (Mutant("from_start", TieredIndex, "depths", "granules[depth:]", "granules"), (_TIERED,)),
     (
         Mutant("free_reads", PrefixAware, "_hits", "(1 - self._read_share", "(1 - 0 * self._read_share"),
         (_LEAST_WORK,),

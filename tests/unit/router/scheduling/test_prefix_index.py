@@ -55,10 +55,9 @@ class IndexMachine(RuleBasedStateMachine):
     @rule(data=st.data(), prompt=PROMPTS)
     def evict(self, data: st.DataObject, prompt: list[int]) -> None:
         """Evicts everything that begins with the prompt: a suffix is evicted before its prefix."""
-        worker, begin = self.worker(data), PARTS[tuple(prompt)]
-        gone = [names[-1] for names, parts in PARTS.items() if parts and parts[: len(begin)] == begin]
+        worker, gone = self.worker(data), behind(prompt)
         self.index.evict(worker, gone)
-        self.holds[worker] -= set(gone)
+        self.holds[worker] -= gone
 
     @precondition(lambda self: self.holds)
     @rule(data=st.data(), prompt=PROMPTS)
@@ -114,10 +113,19 @@ def depth_in(prompt: list[int], held: set[int]) -> int:
     return next((i for i, granule in enumerate(prompt) if granule not in held), len(prompt))
 
 
-STEPS = st.lists(st.tuples(st.sampled_from("abc"), st.booleans(), st.booleans(), PROMPTS), max_size=30)
+GRANULES = st.lists(st.sampled_from(sorted({names[-1] for names in PARTS if names})), max_size=12)
+# Worker, memory tier or KV cache, stores or evicts; a memory tier stores and evicts any granules, a KV cache prefixes.
+STEPS = st.lists(
+    st.booleans().flatmap(
+        lambda is_memory: st.tuples(
+            st.sampled_from("abc"), st.just(is_memory), st.booleans(), PROMPTS | GRANULES if is_memory else PROMPTS
+        )
+    ),
+    max_size=30,
+)
 
 
-@settings(max_examples=60)
+@settings(max_examples=150)
 @given(STEPS, PROMPTS)
 def test_tiered_index_equals_sets_of_each_worker_and_tier(
     steps: list[tuple[str, bool, bool, list[int]]], prompt: list[int]
@@ -132,21 +140,51 @@ def test_tiered_index_equals_sets_of_each_worker_and_tier(
             tier.store(worker, granules)
             of_tier |= set(granules)
         else:
-            begin = PARTS[tuple(granules)]
-            gone = {names[-1] for names, parts in PARTS.items() if parts and parts[: len(begin)] == begin}
+            gone = set(granules) if is_memory else behind(granules)
             tier.evict(worker, list(gone))
             of_tier -= gone
-    depths = {key: depth_in(prompt, granules) for key, granules in held.items()}
-    for worker in "abc":
-        pool, memory = depths[worker, False], depths[worker, True]
-        assert index.depths(worker, prompt, 0.0) == (pool, max(pool, memory))
-    pools, memories = ({worker: depths[worker, tier] for worker in "abc"} for tier in (False, True))
+    pools = {worker: depth_in(prompt, held[worker, False]) for worker in "abc"}
+    depths = {w: pool + depth_in(prompt[pool:], held[w, True]) for w, pool in pools.items()}
+    assert {worker: index.depths(worker, prompt, 0.0) for worker in "abc"} == {
+        worker: (pools[worker], depths[worker]) for worker in "abc"
+    }
     longest = index.longest(prompt, 0.0)
     assert (longest.pool_depth, longest.depth) == (max(pools.values()), max(depths.values()))
+    memories = {worker: depth for worker, depth in depths.items() if depth > pools[worker]}
     for owners, found in ((longest.pool_owners, pools), (longest.memory_owners, memories)):
-        assert set(owners) == {worker for worker, depth in found.items() if depth == max(found.values()) > 0}
+        assert sorted(owners) == [worker for worker, depth in found.items() if depth == max(found.values()) > 0]
     index.remove_worker("a")
-    assert index.longest(prompt, 0.0).depth == max(depth for (worker, _), depth in depths.items() if worker != "a")
+    assert index.longest(prompt, 0.0).depth == max(depths["b"], depths["c"])
+
+
+def behind(prompt: list[int]) -> set[int]:
+    """All granules that begin with the prompt: a KV cache evicts a suffix before its prefix."""
+    begin = PARTS[tuple(prompt)]
+    return {names[-1] for names, parts in PARTS.items() if parts and parts[: len(begin)] == begin}
+
+
+def test_memory_granules_behind_a_hole_are_not_counted() -> None:
+    index, prompt = TieredIndex(1 << 14), chain(1, 2, 3, 4)
+    index.add_worker("a")
+    index.memory.store("a", prompt[1:])
+    assert index.depths("a", prompt, 0.0) == (0, 0)
+    assert index.longest(prompt, 0.0) == (0, 0, [], [])
+    index.pool.store("a", prompt[:1])
+    assert index.depths("a", prompt, 0.0) == (1, 4)
+    assert index.longest(prompt, 0.0) == (4, 1, ["a"], ["a"])
+    index.memory.evict("a", prompt[2:3])
+    assert index.longest(prompt, 0.0) == (2, 1, ["a"], ["a"])
+
+
+def test_few_memory_tiers_are_compared_for_a_prompt_in_many() -> None:
+    index, prompt = TieredIndex(1 << 14), chain(*range(20))
+    for i in range(30):
+        index.add_worker(f"w{i}")
+        index.memory.store(f"w{i}", prompt[: i % 20 + 1])
+    assert len(index.memory.holders(prompt)) == 8
+    longest = index.longest(prompt, 0.0)
+    assert (longest.depth, longest.pool_depth) == (20, 0)
+    assert set(longest.memory_owners) == {"w19"}
 
 
 def test_prefix_index_is_bounded_without_false_hits() -> None:
