@@ -53,13 +53,13 @@ def _namespace() -> Iterator[Cable]:
         pytest.skip("ip is not installed (Debian package iproute2)")
     number = next(_numbers)
     name = f"fsl{os.getpid() % 100_000}x{number}"
-    # A network of this process's own out of 198.18.0.0/15, which is for tests between networks (RFC 2544).
-    net = f"198.{18 + number % 2}.{os.getpid() % 250}"
+    # A network of this process and cable alone out of 198.18.0.0/15, which is for tests of networks (RFC 2544).
+    net, first = f"198.{18 + os.getpid() // 250 % 2}.{os.getpid() % 250}", 4 * (number % 63)
     done = subprocess.run(["ip", "netns", "add", name], check=False, capture_output=True, text=True)
     if done.returncode:
         pytest.skip(f"this machine lets no network namespace be made: {done.stderr.strip()}")
     try:
-        yield Cable(name, f"{net}.1", f"{net}.2")
+        yield Cable(name, f"{net}.{first + 1}", f"{net}.{first + 2}")
     finally:
         ip("netns", "del", name)
 
