@@ -2,7 +2,7 @@
 
 The client library runs in a process of its own (mooncake_process.py), because it blocks for up to 90 s and is native
 code, which can end its process. A call that takes too long raises here. The slot of its value stays taken until the
-process answers.
+process answers. A process that answers no call for longer than the library ever waits is replaced.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from importlib.util import find_spec
 from typing import IO, Final
@@ -31,6 +32,8 @@ log = structlog.get_logger(__name__)
 
 # A block that takes longer than this is computed sooner.
 TIMEOUT_S: Final = 1.0
+# The library's longest wait, for a master that is missing at its start. One that takes longer hangs for good.
+LONGEST_WAIT_S: Final = 90.0
 # Errors of Mooncake's client that are no fault: no such value, and no room.
 _NO_SUCH_VALUE: Final = -704
 _NO_ROOM: Final = -200
@@ -78,18 +81,22 @@ def read_settings(url: str) -> MooncakeSettings:
 class MooncakeTier:
     """Values by name in a Mooncake Store, whose master alone chooses values to evict.
 
-    A process that has ended is started again with the next call.
+    The next call replaces a process that has ended, or that hangs.
 
     Args:
         settings: of the store.
         value_bytes: of a value.
+        clock: monotonic seconds.
     """
 
-    def __init__(self, settings: MooncakeSettings, value_bytes: int) -> None:
+    def __init__(
+        self, settings: MooncakeSettings, value_bytes: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._settings = settings
         self._value_bytes = value_bytes
+        self._clock = clock
         self._lock = threading.Lock()
-        self._client = MooncakeClient(settings, value_bytes)
+        self._client = MooncakeClient(settings, value_bytes, clock)
         self._is_closed = False
 
     @property
@@ -119,9 +126,11 @@ class MooncakeTier:
 
     def _call(self, operation: int, name: bytes, value: bytes | int) -> tuple[int, bytes]:
         with self._lock:
-            if self._client.has_ended and not self._is_closed:
+            if (self._client.has_ended or self._client.is_hung) and not self._is_closed:
+                if self._client.is_hung:
+                    log.warning("Mooncake's client hangs and is started again", silent_s=LONGEST_WAIT_S)
                 self._client.close()
-                self._client = MooncakeClient(self._settings, self._value_bytes)
+                self._client = MooncakeClient(self._settings, self._value_bytes, self._clock)
             client = self._client
         code, read = client.call(operation, name, value)
         if code < 0 and code not in (_NO_SUCH_VALUE, _NO_ROOM):
@@ -135,12 +144,16 @@ class MooncakeClient:
     Args:
         settings: of the store.
         value_bytes: most bytes of a value.
+        clock: monotonic seconds.
 
     Attributes:
         has_ended: True once the process has ended, after which no call succeeds.
     """
 
-    def __init__(self, settings: MooncakeSettings, value_bytes: int) -> None:
+    def __init__(self, settings: MooncakeSettings, value_bytes: int, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        # When the last slot was taken.
+        self._taken = clock()
         # Values start at pages, so that network cards can read them.
         self._width = -(-value_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         self._slots: queue.SimpleQueue[int] = queue.SimpleQueue()
@@ -169,6 +182,12 @@ class MooncakeClient:
         """Id of the process."""
         return self._process.pid
 
+    @property
+    def is_hung(self) -> bool:
+        """True if all slots have been taken for longer than LONGEST_WAIT_S."""
+        with self._lock:
+            return self._slots.empty() and self._clock() - self._taken > LONGEST_WAIT_S
+
     def call(self, operation: int, name: bytes, value: bytes | int) -> tuple[int, bytes]:
         """Has the library do something. Returns its result, and the value that it read.
 
@@ -181,7 +200,9 @@ class MooncakeClient:
             MooncakeError: no slot is free, or the process has ended or takes too long.
         """
         try:
-            slot = self._slots.get_nowait()
+            with self._lock:
+                slot = self._slots.get_nowait()
+                self._taken = self._clock()
         except queue.Empty:
             raise MooncakeError(f"the client has not answered the last {NUM_SLOTS} calls") from None
         start, size = slot * self._width, value if isinstance(value, int) else len(value)

@@ -16,7 +16,13 @@ from worker.engine.sequence import Sequence
 from worker.engine.tier_lookups import NAME_BYTES, Tiers, root_name
 from worker.kv_tiers import mooncake_tier
 from worker.kv_tiers.mooncake_process import NUM_SLOTS, MooncakeSettings
-from worker.kv_tiers.mooncake_tier import LOGGED_LINES, MooncakeError, MooncakeTier, read_settings
+from worker.kv_tiers.mooncake_tier import (
+    LOGGED_LINES,
+    LONGEST_WAIT_S,
+    MooncakeError,
+    MooncakeTier,
+    read_settings,
+)
 from worker.kv_tiers.tier_option import is_shared, open_tiers
 from worker.kv_tiers.tiers import DAMAGED, FAILED, HEADER_BYTES, HIT, MISS, STORED, KvTiers
 
@@ -24,7 +30,7 @@ MASTER = "mooncake://127.0.0.1:50051"
 NAME = bytes(range(NAME_BYTES))
 # `mooncake.store`: values are files beside it, and the file `mood` says how it behaves.
 DOUBLE = """
-import ctypes, json, os, pathlib, time
+import ctypes, json, os, pathlib, threading, time
 
 FOLDER = pathlib.Path(__file__).parent
 
@@ -77,6 +83,9 @@ class MooncakeDistributedStore:
     def behave(self):
         while mood() == "hangs":
             time.sleep(0.01)
+        if mood() == "hangs for good":
+            (FOLDER / f"hung {threading.get_ident()}").touch()
+            threading.Event().wait()
         if mood() == "aborts":
             os.abort()
 """
@@ -189,6 +198,30 @@ def test_process_that_hangs_takes_no_more_calls_than_slots(tier: MooncakeTier, m
     os.kill(tier.pid, signal.SIGCONT)
     until(lambda: answers(tier))
     assert tier.get(NAME) is None
+
+
+def test_process_that_hangs_for_good_is_replaced(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    tier = MooncakeTier(MooncakeSettings("127.0.0.1:50051"), 64, lambda: now)
+    tier.put(NAME, b"", b"value")
+    process = tier.pid
+    library.behave("hangs for good")
+    with monkeypatch.context() as patched:
+        patched.setattr(mooncake_tier, "TIMEOUT_S", 0.01)
+        for _ in range(NUM_SLOTS):
+            with pytest.raises(MooncakeError, match="not answered within"):
+                tier.get(NAME)
+            now += LONGEST_WAIT_S
+    until(lambda: len(list(library.folder.glob("hung *"))) == NUM_SLOTS)
+    library.behave("well")
+    with pytest.raises(MooncakeError, match="not answered the last"):
+        tier.get(NAME)
+    assert tier.pid == process
+    now += 0.1
+    assert tier.get(NAME) == b"value"
+    assert tier.pid != process
+    assert not Path(f"/proc/{process}").exists()
+    tier.close()
 
 
 @pytest.mark.parametrize("death", ["aborts", "is killed"])
