@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import secrets
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Protocol, cast
 
 import structlog
@@ -255,9 +255,11 @@ class RunningRequests:
         """Adds a session; requests can be sent on it from now on."""
         self._sessions[session.address] = session
 
-    def worker_down(self, session: Session) -> None:
-        """Removes a session that has ended."""
+    def worker_down(self, session: Session, known: Collection[str]) -> None:
+        """Removes a session that has ended, and old loss counts of workers that are not in `known`."""
         del self._sessions[session.address]
+        # Reading metrics does the same, but a router without metrics would keep the counts of all departed workers.
+        self.lost.forget_departed(known, self._clock())
 
     def take_over(self, session: Session) -> None:
         """Moves requests to the next stream to their worker, which clears the suspects: it is alive."""

@@ -6,7 +6,7 @@ Invariant: the registry counts a worker, and its lane is ready, exactly while `s
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Final, Protocol
 
 import structlog
@@ -34,8 +34,8 @@ class SequenceEvents(Protocol):
     def worker_up(self, session: Session) -> None:
         """Sequences can be sent on this session from now on."""
 
-    def worker_down(self, session: Session) -> None:
-        """The session has ended; its sequences in `state.live` are held, or lost next."""
+    def worker_down(self, session: Session, known: Collection[str]) -> None:
+        """The session has ended; its sequences in `state.live` are held, or lost next. `known`: ids of all workers."""
 
     def take_over(self, session: Session) -> None:
         """The session continues the sequences in its `state.live`, which ran on an earlier session."""

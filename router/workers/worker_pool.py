@@ -238,7 +238,7 @@ class WorkerPool:
             self._none_up.set()
         in_good_order = session.is_draining or session.is_leaving or fault is Fault.SHUTDOWN
         worker.history.went_down(now, in_good_order=in_good_order)
-        self._requests.worker_down(session)
+        self._requests.worker_down(session, {each.worker_id for each in self._workers.values()})
         self._intake.withdraw(session, self._dispatcher.lane_down)
         if fault is Fault.SHUTDOWN:
             return

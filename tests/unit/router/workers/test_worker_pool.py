@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any
 
 import pytest
 from fissile.worker.v1 import worker_pb2 as wpb
 
+from common.limits import LOST_SERIES_S
 from common.process import tasks
+from router.scheduling.failover import Loss
 from router.workers import worker_pool
 from router.workers.session import Fault, WorkerState
 from tests.unit.router.pool import ADDRESS, Site
@@ -33,6 +36,28 @@ async def test_failed_worker_registration_leaves_no_state(monkeypatch: pytest.Mo
     site.pool.session_up(again, wpb.Welcome(instance_id="i"))
     assert site.registry.serving
     assert site.told[-1] == "serving changed"
+    await site.stop()
+
+
+async def test_losses_of_departed_workers_are_forgotten_without_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
+    site = Site(monkeypatch)
+    running, now = site.requests.running, time.monotonic()
+    monkeypatch.setattr(running, "_clock", lambda: now)
+    for worker_id in ("w", "replaced"):
+        running.lost.add(worker_id, Loss.DRAINED)
+
+    def leave() -> None:
+        session = site.up()
+        site.pool.session_down(session, Fault.SHUTDOWN, "it ends")
+        site.pool.session_closed(session, Fault.SHUTDOWN)
+
+    leave()
+    now += LOST_SERIES_S - 1
+    leave()
+    assert running.lost.counts == {("w", "drained"): 1, ("replaced", "drained"): 1}
+    now += 1
+    leave()
+    assert running.lost.counts == {("w", "drained"): 1}
     await site.stop()
 
 
