@@ -228,9 +228,9 @@ class LaneTable:
     def candidates(self, request: QueuedRequest) -> list[Lane]:
         """The ready lanes that a request may be bound to.
 
-        Workers for the other half of its work (`--role`), the excluded worker, reserved and full workers, and busy ones
-        for a request that needs a worker to itself are left out, unless no other lane is left. If all lanes remain, the
-        model's own list is returned, not a copy.
+        Workers for the other half of its work (`--role`), the excluded worker, reserved and full workers, those without
+        a place for a stream that has begun, and busy ones for a request that needs a worker to itself are left out,
+        unless no other lane is left. If all lanes remain for a new request, returns the model's own list, not a copy.
         """
         if request.only_worker:
             return self._own_lane(request)
@@ -244,6 +244,8 @@ class LaneTable:
             shut = {name for name, lane in special.items() if lane.is_taken or lane.is_full}
             lanes = [lane for lane in lanes if lane.worker not in shut] or lanes
         lanes = _by_role(lanes, has_output=request.has_output)
+        if request.has_output and (size := request.block_tokens):
+            lanes = [lane for lane in lanes if lane.has_place(request.tokens, size)] or lanes
         if request.alone:
             lanes = [lane for lane in lanes if lane.load.is_idle and not len(lane)] or lanes
         return lanes

@@ -137,9 +137,10 @@ def seconds_of_work(lane: Lane, tokens: int = 0, rate: float = _ASSUMED_RATE) ->
     return (lane.outstanding_tokens + tokens) / rate + _no_place_s(lane, len(lane))
 
 
-def _no_place_s(lane: Lane, waiting: int) -> float:
+def _no_place_s(lane: Lane, waiting: int, num_blocks: int = 0) -> float:
     places = lane.load.report.room_seqs - lane.load.unseen_seqs - waiting
-    return _NO_PLACE_S if places <= 0 and not lane.load.is_idle else 0.0
+    has_room = places > 0 and lane.load.report.free_blocks >= num_blocks
+    return 0.0 if has_room or lane.load.is_idle else _NO_PLACE_S
 
 
 class LoadOrder:
@@ -239,8 +240,11 @@ class LeastLoad(Placement):
 
         def cost_s(other: Lane, work: int) -> float:
             speed = self._speed(other, now)
-            return other.load.waits_s(speed, ahead.get(other.worker, 0)) + work / speed + _no_place_s(other, 0)
+            no_place_s = _no_place_s(other, 0, num_blocks)
+            return other.load.waits_s(speed, ahead.get(other.worker, 0)) + work / speed + no_place_s
 
+        # A stream that has begun needs all its blocks at once.
+        num_blocks = -(-request.tokens // request.block_tokens) if request.has_output and request.block_tokens else 0
         hits, known = self._refresh_lookup(request, lane, now), self.lanes(request.model)
         stays = Move(lane, _work(request, hits[lane.worker]) if lane.worker in hits else request.work)
         here = cost_s(lane, stays.work)

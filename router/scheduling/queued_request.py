@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Final, NamedTuple, Protocol
 
 from common.params.names import PRIORITIES
+from common.wire.block_hash import GRANULE_BLOCKS
 from router.scheduling.lane_waits import QueueWait
 
 LOW: Final = 1
@@ -124,6 +125,11 @@ class QueuedRequest:
     worker: str = ""
     choice: PlacementChoice | None = None
     wait: QueueWait = field(default_factory=QueueWait)
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens of a KV block; 0 if unknown."""
+        return self.granule_tokens // GRANULE_BLOCKS
 
     @property
     def charged_tokens(self) -> int:

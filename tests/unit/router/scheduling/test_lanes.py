@@ -7,12 +7,15 @@ from dataclasses import replace
 
 import pytest
 
+from common.delay_gate import DelayGate
+from common.wire.block_hash import GRANULE_BLOCKS
 from common.wire.protocol import DECODE_FEATURE, PREFILL_FEATURE
 from router.scheduling.lane import Lane, LaneKind
 from router.scheduling.lanes import LaneAgenda, LaneTable
-from router.scheduling.placement import LeastLoad
+from router.scheduling.placement import PLACEMENTS, CacheChange, LeastLoad
+from router.scheduling.queued_request import QueuedRequest
 from router.scheduling.worker_load import LoadReport
-from tests.unit.router.scheduling.dispatching import make_lane, request
+from tests.unit.router.scheduling.dispatching import chain, make_dispatcher, make_lane, request
 
 
 def test_lane_agenda_takes_due_lanes_first_and_once() -> None:
@@ -107,6 +110,54 @@ def test_blocks_of_requests_that_no_report_counts_are_taken(state: str) -> None:
         lane.load.take(replace(report, submit_seen=serial, decoding_seqs=2, free_blocks=19))
         assert lane.has_place(75, 4)
         assert not lane.has_place(76, 4)
+
+
+@pytest.mark.parametrize("policy", PLACEMENTS)
+def test_begun_stream_goes_to_a_worker_with_free_blocks(policy: str) -> None:
+    placement, prompt = PLACEMENTS[policy](), chain(1, 2, 3, 4)
+    d = make_dispatcher(DelayGate(0.0), placement)
+    for worker, free_blocks in (("full", 0), ("short", 4 * GRANULE_BLOCKS), ("free", 1000)):
+        room = LoadReport(0.0, decoding_seqs=1, room_tokens=100_000, room_seqs=9, free_blocks=free_blocks)
+        d.lane_up(worker, "m", room, 0.0)
+        d.report(worker, room)
+    placement.cache_changed("full", CacheChange(stored=prompt[:3]))
+
+    def queued(key: int, *, has_output: bool) -> QueuedRequest:
+        return QueuedRequest(
+            key,
+            "m",
+            4 * 16 * GRANULE_BLOCKS + 1,
+            0.0,
+            session="s",
+            granules=prompt,
+            granule_tokens=16 * GRANULE_BLOCKS,
+            has_output=has_output,
+        )
+
+    # A new request may wait for blocks; its session is with the full worker from now on.
+    d.arrive(queued(0, has_output=False), 0.0)
+    assert [release.worker for release in d.decide(0.0)] == ["full"]
+    for key in range(1, 4):
+        d.requeue(queued(key, has_output=True), 0.0)
+        assert [release.worker for release in d.decide(0.0)] == ["free"]
+
+
+def test_begun_stream_that_waits_moves_to_a_worker_with_free_blocks() -> None:
+    placement, queued = LeastLoad(), request(1, tokens=100)
+    queued.has_output, queued.granule_tokens = True, 16 * GRANULE_BLOCKS
+    full, free, short = (
+        make_lane(name, "m", LoadReport(0.0, decoding_seqs=1, room_seqs=9, free_blocks=free_blocks))
+        for name, free_blocks in (("full", 0), ("free", 7), ("short", 6))
+    )
+    for lane in (full, short):
+        placement.lane_up(lane)
+    full.bind(queued)
+    placement.load_changed(full)
+    assert placement.find_better_lane(queued, full, {}, 0.0) is None
+    placement.lane_up(free)
+    move = placement.find_better_lane(queued, full, {}, 0.0)
+    assert move is not None
+    assert move.lane is free
 
 
 @pytest.mark.parametrize(
