@@ -7,7 +7,7 @@ imports it.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -100,7 +100,8 @@ def _here(options: EngineOptions, progress: StartProgress, clock: Callable[[], f
     )
     config, executor = make_executor(config, runner, clock)
     known = cache(partial(describe, runner))
-    with _open_tiers(config, runner.kv_block_bytes, known) as tiers:
+    audited = [slice(runner.kv_block_bytes - runner.draft_block_bytes)]
+    with _open_tiers(config, runner.kv_block_bytes, audited, known) as tiers:
         core = EngineCore(config, runner, clock, executor, runner.grammars, tiers)
         core.measure_step_costs()
     return BuiltEngine(core, known)
@@ -118,7 +119,7 @@ def _on_ranks(options: EngineOptions, progress: StartProgress, clock: Callable[[
     if topology.dp_size > 1:
         # An engine in lockstep needs the other engines for every step, so it learns step times while it serves.
         return BuiltEngine(DPEngineCoreProc(config, group, clock, grammars), lambda: known)
-    with _open_tiers(config, group.kv_block_bytes, lambda: known) as tiers:
+    with _open_tiers(config, group.kv_block_bytes, group.model_slices, lambda: known) as tiers:
         core = EngineCore(config, group, clock, group, grammars, tiers)
         core.measure_step_costs()
     return BuiltEngine(core, lambda: known)
@@ -128,12 +129,14 @@ def _simulated(options: EngineOptions, cost: CostModel, clock: Callable[[], floa
     config, runner = simulated_runner(options.config, options.model_config, cost)
     # A cost model has no logits that a grammar could mask.
     known = dict.fromkeys(("weights_digest", "numerics", "kernels", "dtype"), "simulated") | {"grammar_engine": ""}
-    with _open_tiers(config, runner.kv_block_bytes, lambda: known) as tiers:
+    with _open_tiers(config, runner.kv_block_bytes, [slice(None)], lambda: known) as tiers:
         return BuiltEngine(EngineCore(config, runner, clock, tiers=tiers), lambda: known)
 
 
 @contextmanager
-def _open_tiers(config: Config, block_bytes: int, describe: Callable[[], dict[str, str]]) -> Iterator[Tiers | None]:
+def _open_tiers(
+    config: Config, block_bytes: int, audited: Sequence[slice], describe: Callable[[], dict[str, str]]
+) -> Iterator[Tiers | None]:
     """The KV tiers of an engine with these facts (BuiltEngine), None without any. Closes them if its start fails.
 
     Raises:
@@ -144,7 +147,7 @@ def _open_tiers(config: Config, block_bytes: int, describe: Callable[[], dict[st
         return
     facts, num_ranks = sorted(describe().items()), config.tensor_parallel_size
     root = root_name((facts, config.kv_cache_block_size, block_bytes, num_ranks, config.speculative_config))
-    store = KvTiers(open_tiers(config.kv_tiers, block_bytes), block_bytes)
+    store = KvTiers(open_tiers(config.kv_tiers, block_bytes), block_bytes, audited_slices=audited)
     try:
         yield Tiers(store, root)
     except BaseException:

@@ -7,6 +7,7 @@ import random
 import signal
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,11 @@ from kernels.select import CPU_BACKENDS
 from tests.checkpoints import make_checkpoint, make_mtp_checkpoint
 from tests.covering import slow_but
 from tests.native import backend_or_skip
+from worker.engine import tier_lookups
+from worker.engine.batch import ScheduledBatch
 from worker.engine.core import EngineDeadError
-from worker.kv_tiers.tiers import HIT, STORED
+from worker.engine.executor import TimedOutput
+from worker.kv_tiers.tiers import DIFFERENT, EQUAL, HIT, STORED
 from worker.llm_engine import LLMEngine
 from worker.ranks.rank_client import RankGroup
 
@@ -99,6 +103,39 @@ def test_answers_equal_those_without_tiers(case: str, kernels: str, tmp_path: Pa
     assert second.core.tiers is not None
     assert second.core.tiers.store.counts()["files", HIT] > 0
     second.close()
+
+
+@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_audit_leaves_out_bytes_of_draft_model(num_ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They depend on which steps made drafts: here the first engine makes fewer of them."""
+    monkeypatch.setattr(tier_lookups, "_AUDIT_EVERY", 1)
+    fields = {**model("mtp", tmp_path / "model"), "tensor_parallel_size": num_ranks}
+    fields |= {"enable_prefix_caching": True, "max_num_batched_tokens": 200}
+    prompts, params = requests()
+    prompts, params = prompts[:4], params[:4]
+    files = f"files:{tmp_path / 'kv'}:1GiB"
+    first = engine(fields, kv_tiers=files)
+    submit = first.core.executor.submit
+
+    def submit_without_drafts(batch: ScheduledBatch) -> Future[TimedOutput]:
+        batch.feeds_draft_model = False
+        return submit(batch)
+
+    monkeypatch.setattr(first.core.executor, "submit", submit_without_drafts)
+    wanted = answers(first, prompts, params)
+    assert first.core.tiers is not None
+    stored, num_full = first.core.tiers.store.counts, sum((len(each) - 1) // SIZE for each in prompts)
+    until(lambda: stored()["files", STORED] >= num_full)
+    first.close()
+    second = engine(fields, kv_tiers=files)
+    assert second.core.tiers is not None
+    counts, num_compared = second.core.tiers.store.counts, 0
+    for prompt, given, answer in zip(prompts, params, wanted, strict=True):
+        assert answers(second, [prompt], [given]) == [answer]
+        num_compared += (len(prompt) - 1) // SIZE
+        until(lambda: counts()["files", EQUAL] + counts()["files", DIFFERENT] == num_compared)  # noqa: B023
+    second.close()
+    assert counts()["files", DIFFERENT] == 0
 
 
 @pytest.mark.slow

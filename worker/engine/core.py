@@ -244,8 +244,8 @@ class EngineCore:
         )
 
     def has_unfinished(self) -> bool:
-        """True if sequences are live, outputs are not taken, steps are in flight, or blocks are to go down to tiers."""
-        has_blocks = self.tiers is not None and self.tiers.has_blocks_down
+        """True if sequences are live, outputs are not taken, steps are in flight, or blocks move to or from tiers."""
+        has_blocks = self.tiers is not None and self.tiers.has_blocks
         return self.scheduler.has_unfinished() or bool(self.scheduler.in_flight) or has_blocks
 
     def step(self) -> StepResult:
@@ -264,7 +264,7 @@ class EngineCore:
         if self._compiling:
             self._look_at_grammars(now)
         if self.tiers is not None:
-            self.tiers.look(now, self.scheduler.meter.rate)
+            self.tiers.look(now, self.scheduler.meter.rate, self.scheduler.max_num_batched_tokens)
         in_flight = self.scheduler.in_flight
         scheduled = self.scheduler.schedule(now)
         if scheduled is None:
@@ -289,8 +289,8 @@ class EngineCore:
         self._compiling = [seq for seq in self._compiling if seq.waits_for_grammar and not seq.is_finished]
 
     def _nothing_scheduled(self) -> None:
-        """Has the runner read blocks for KV tiers, if any are left, in a step without a batch."""
-        if self.tiers is None or not self.tiers.has_blocks_down or self.scheduler.in_flight:
+        """Has the runner move the blocks that are left, to KV tiers and from there, in a step without a batch."""
+        if self.tiers is None or not self.tiers.has_blocks or self.scheduler.in_flight:
             return
         batch = ScheduledBatch({}, [], 0)
         self.tiers.move_with(batch)

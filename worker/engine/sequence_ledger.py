@@ -72,7 +72,7 @@ class TierWait:
     Attributes:
         began: begin of its first wait, monotonic seconds.
         ended: end of its last wait; None while it waits.
-        num_asked: blocks that it asked for.
+        num_asked: blocks that it asked for, each once a wait.
         num_bytes: bytes of the blocks that were found.
         is_late: True if a wait ended before the tiers had answered.
         results: number of blocks by tier and result (`hit`, `miss`, `damaged`).

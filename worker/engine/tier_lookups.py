@@ -2,7 +2,8 @@
 
 A waiting prompt asks the tiers for the blocks behind its cached prefix. What they have is published in free blocks, as
 if a sequence had computed it, and the next step writes it there before it computes. So for everything else a block
-from a tier is a cached block. A prompt waits for a tier at most as long as it would take to compute those blocks.
+from a tier is a cached block. A prompt waits for tiers at most as long as it would take to compute those blocks,
+however often it asks.
 
 A block's name in a tier is a cryptographic digest of all that its bytes depend on: the weights, the numerics class,
 which the dtype and the layout of the KV cache belong to, the block size, the cache salt, and all tokens up to the
@@ -39,10 +40,11 @@ _MOST_NOTED: Final = 1 << 15
 _MOST_LOOKUPS: Final = 64
 # Cached blocks after which a step begins no further lookup, because looking one up takes 1 us.
 _MOST_BLOCKS: Final = 4096
-# Wait for a tier while no step has shown how fast prompts are computed, and the shortest wait.
+# Longest wait for tiers while no step has shown how fast prompts are computed, and the shortest bound of any wait.
 _UNKNOWN_WAIT_S: Final = 1.0
 _LEAST_WAIT_S: Final = 0.02
-# One in this number of prompts is computed without tiers, and its blocks are compared with theirs.
+# One in this number of new prompts that fit into a step is computed without tiers, and its blocks are compared with
+# theirs.
 _AUDIT_EVERY: Final = 256
 # Time after which blocks that another worker has just computed are asked for again.
 _ASK_AGAIN_S: Final = 0.01
@@ -205,14 +207,16 @@ class BlockKey(NamedTuple):
 class _Lookup:
     """One waiting prompt's wait for tiers.
 
-    `start` is the place of the first block asked for. The wait ends at `until`, `wait_s` after the last blocks came.
-    Tiers are not asked before `ask_at` (monotonic seconds).
+    `start` is the place of the first block asked for next, and `asked_end` the place behind all blocks asked for. The
+    wait ends at `until`: once computing the blocks that are still missing takes less time than was left. Time without
+    room in the pool, from `paused_at` on, does not count. Tiers are not asked before `ask_at` (monotonic seconds).
     """
 
     seq: Sequence
     start: int
     until: float
-    wait_s: float
+    asked_end: int = 0
+    paused_at: float = 0.0
     ask_at: float = 0.0
     fetch: Fetch | None = None
 
@@ -248,7 +252,9 @@ class TierLookups:
         self._down: dict[int, BlockKey] = {}
         self._up: list[tuple[int, bytes]] = []
         self._granules: MemoryGranules | None = None
-        self._num_begun = 0
+        # Prompt tokens per second, 0 if unknown, and tokens of a full step.
+        self._rate, self._step_tokens = 0.0, 0
+        self._num_auditable = 0
         self._blocks.on_published, self._blocks.on_forgotten = self.published, self.forgotten
 
     def published(self, seq: Sequence, place: int) -> None:
@@ -283,9 +289,9 @@ class TierLookups:
                     self._granules.note(self._names(seq, place + 1)[place], self._prefixes.hashes(seq)[place])
 
     @property
-    def has_blocks_down(self) -> bool:
-        """True if published blocks have yet to be read."""
-        return bool(self._down)
+    def has_blocks(self) -> bool:
+        """True if published blocks have yet to be read, or blocks from tiers have yet to be written."""
+        return bool(self._down or self._up)
 
     def forgotten(self, seq: Sequence, place: int) -> None:
         """Has the tiers drop the blocks of a sequence from `place` on: a step that read them gave no number."""
@@ -318,13 +324,15 @@ class TierLookups:
                 known.close()
                 del self._lookups[seq_id]
 
-    def look(self, now: float, prefill_rate: float) -> None:
+    def look(self, now: float, prefill_rate: float, step_tokens: int) -> None:
         """Asks tiers for the blocks of waiting prompts, and publishes those that were read.
 
         Args:
             now: monotonic seconds.
             prefill_rate: tokens per second of prompts; 0 if it is not known.
+            step_tokens: most tokens of a step.
         """
+        self._rate, self._step_tokens = prefill_rate, step_tokens
         self.close_ended()
         # Blocks that are on their way; who needs one of them waits for it instead of asking again.
         coming = {self._names(each.seq, each.start + 1)[each.start] for each in self._lookups.values() if each.fetch}
@@ -334,7 +342,7 @@ class TierLookups:
             if lookup is None:
                 if left <= 0:
                     break
-                lookup = self._begin(seq, now, prefill_rate)
+                lookup = self._begin(seq, now)
                 left -= lookup.start + 1
             fetch = lookup.fetch
             if fetch is not None and fetch.is_done:
@@ -342,18 +350,31 @@ class TierLookups:
             elif seq.waits_for_kv:
                 self._ask(lookup, coming, now)
 
-    def _begin(self, seq: Sequence, now: float, prefill_rate: float) -> _Lookup:
+    def _begin(self, seq: Sequence, now: float) -> _Lookup:
         start = len(self._prefixes.cached_blocks(seq))
-        missing = (self._hittable(seq) - start) * seq.block_size
-        wait_s = missing / prefill_rate if prefill_rate else _UNKNOWN_WAIT_S
-        wait_s = max(_LEAST_WAIT_S, wait_s)
-        lookup = self._lookups[seq.id] = _Lookup(seq, start, now + wait_s, wait_s)
-        self._num_begun += missing > 0
-        is_audited = missing > 0 and self._num_begun % _AUDIT_EVERY == 0
-        if is_audited:
-            self.store.audit(self._names(seq, self._hittable(seq))[start:])
-        self._set_wait(seq, missing > 0 and not is_audited and not self.store.is_resting, now)
+        lookup = self._lookups[seq.id] = _Lookup(seq, start, now + self._wait_s(seq, start))
+        has_missing = self._hittable(seq) > start
+        self._set_wait(seq, has_missing and not self._is_audited(seq, start) and not self.store.is_resting, now)
         return lookup
+
+    def _wait_s(self, seq: Sequence, start: int) -> float:
+        """Time of computing a sequence's missing blocks, from the place `start` on."""
+        missing = (self._hittable(seq) - start) * seq.block_size
+        return max(_LEAST_WAIT_S, missing / self._rate if self._rate else _UNKNOWN_WAIT_S)
+
+    def _is_audited(self, seq: Sequence, start: int) -> bool:
+        """True if a prompt is computed without tiers, so that its blocks are compared with theirs.
+
+        Leaves out streams that have begun and prompts longer than a step, because computing them delays a client.
+        """
+        missing = (self._hittable(seq) - start) * seq.block_size
+        if seq.expects_kv or seq.num_completion_tokens or missing > self._step_tokens:
+            return False
+        self._num_auditable += 1
+        if self._num_auditable % _AUDIT_EVERY:
+            return False
+        self.store.audit(self._names(seq, self._hittable(seq))[start:])
+        return True
 
     def _set_wait(self, seq: Sequence, waits: bool, now: float) -> None:
         """Begins or ends a sequence's wait, with its stage."""
@@ -369,16 +390,20 @@ class TierLookups:
         """Publishes blocks that were read, once the pool has room for their prompt and those before it.
 
         Without room the prompt no longer waits for tiers, but for room like every other one, and keeps the blocks.
+        While the next step has as many blocks to write as it may, the prompt waits for the one after it.
 
         Returns:
             `has_room`, or False if this prompt has none.
         """
         seq = lookup.seq
-        if not fetch.blocks or (has_room and self._blocks.can_allocate(seq, None, self._lifecycle.num_growing)):
+        if fetch.blocks and not (has_room and self._blocks.can_allocate(seq, None, self._lifecycle.num_growing)):
+            if seq.waits_for_kv:
+                lookup.paused_at = now
+            self._set_wait(seq, False, now)
+            return False
+        if not self._up or len(self._up) + len(fetch.blocks) <= self.store.most_waiting:
             self._publish(lookup, fetch, now)
-            return has_room
-        self._set_wait(seq, False, now)
-        return False
+        return has_room
 
     def _ask(self, lookup: _Lookup, coming: set[bytes], now: float) -> None:
         """Asks for a prompt's blocks; ends its wait when it is too long."""
@@ -396,8 +421,10 @@ class TierLookups:
                 if lookup.fetch is not None:
                     self._note_granules(seq, range(lookup.start, lookup.start + lookup.fetch.num_names))
                     coming.add(names[0])
+                    end = lookup.start + lookup.fetch.num_names
                     if seq.ledger.tier_wait is not None:
-                        seq.ledger.tier_wait.num_asked += lookup.fetch.num_names
+                        seq.ledger.tier_wait.num_asked += max(0, end - max(lookup.start, lookup.asked_end))
+                    lookup.asked_end = max(end, lookup.asked_end)
 
     def _publish(self, lookup: _Lookup, fetch: Fetch, now: float) -> None:
         """Publishes blocks that have come in free blocks, behind the cached prefix, which may be longer by now."""
@@ -412,9 +439,10 @@ class TierLookups:
         lookup.close()
         waits = may_have_more and reached >= lookup.start
         if waits:
-            if adopted:
-                lookup.until = now + lookup.wait_s
-            elif not is_cut:
+            if not seq.waits_for_kv:
+                lookup.until += now - lookup.paused_at
+            lookup.until = min(lookup.until, now + self._wait_s(seq, reached))
+            if not (adopted or is_cut):
                 lookup.ask_at = now + _ASK_AGAIN_S
             lookup.start = reached
         if waits or seq.waits_for_kv:

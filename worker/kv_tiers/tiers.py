@@ -118,8 +118,8 @@ class KvFetch:
         self.results = Counter[tuple[str, str]]()
         self.is_done = False
 
-    def read(self, get: Callable[[bytes, Counter[tuple[str, str]]], bytes | None]) -> None:
-        """Reads the blocks, unless the fetch is closed meanwhile."""
+    def read(self, get: Callable[[bytes, Counter[tuple[str, str]]], bytes | None]) -> bool:
+        """Reads the blocks, unless the fetch is closed meanwhile; returns False if it was."""
         try:
             for name in self._names:
                 if self._is_closed or (block := get(name, self.results)) is None:
@@ -128,8 +128,10 @@ class KvFetch:
         finally:
             with self._lock:
                 self.is_done = True
-                if self._is_closed:
+                was_closed = self._is_closed
+                if was_closed:
                     self._release()
+        return not was_closed
 
     def close(self) -> None:
         """Gives the blocks' memory back: they are taken, or no longer wanted. May be called twice."""
@@ -174,8 +176,8 @@ class _Shelf:
         self._count(STORED if is_stored else DROPPED)
         self._add_traffic(WRITE, len(value) if is_stored else 0, began)
 
-    def audit(self, name: bytes, block: bytes) -> bool:
-        """Compares a block that this worker has computed with the tier's. Drops the tier's if they differ.
+    def audit(self, name: bytes, block: bytes, compared: Sequence[slice]) -> bool:
+        """Compares slices of a block that this worker has computed with the tier's. Drops the tier's if they differ.
 
         Returns:
             True if they are equal, or if the tier has none.
@@ -184,12 +186,13 @@ class _Shelf:
         kept = None if value is None else unpack(name, value, len(block))
         if kept is None:
             return True
-        if kept != block:
+        is_equal = all(kept[part] == block[part] for part in compared)
+        if not is_equal:
             self.drop(name)
-        self._count(EQUAL if kept == block else DIFFERENT)
-        if kept != block:
+        self._count(EQUAL if is_equal else DIFFERENT)
+        if not is_equal:
             log.error("KV tier has another block than this worker computes", tier=self.name, name=name.hex())
-        return kept == block
+        return is_equal
 
     def drop(self, name: bytes) -> None:
         """Forgets a block if the tier works."""
@@ -231,17 +234,23 @@ class KvTiers:
         tiers: by name.
         block_bytes: of a block.
         clock: monotonic seconds.
+        audited_slices: of a block's bytes, those that depend on its tokens alone. The bytes of a draft model depend on
+            which steps made drafts, so they differ between workers. That is harmless: drafts never change tokens.
 
     Attributes:
         most_waiting: most blocks that are read but not yet in the pool, and most that are not yet written.
     """
 
     def __init__(
-        self, tiers: Mapping[str, KvTier], block_bytes: int, clock: Callable[[], float] = time.monotonic
+        self,
+        tiers: Mapping[str, KvTier],
+        block_bytes: int,
+        clock: Callable[[], float] = time.monotonic,
+        audited_slices: Sequence[slice] = (slice(None),),
     ) -> None:
         self._shelves = [_Shelf(name, tier, clock) for name, tier in tiers.items()]
         self._memory = [tier for tier in tiers.values() if isinstance(tier, MemoryTier)]
-        self._block_bytes = block_bytes
+        self._block_bytes, self._audited_slices = block_bytes, audited_slices
         self.most_waiting = max(1, MAX_WAITING_BYTES // block_bytes)
         self._lock = threading.Lock()
         self._num_read = self._num_unwritten = self._num_dropped = self._num_late = 0
@@ -355,8 +364,8 @@ class KvTiers:
     def _read(self) -> None:
         while (fetch := self._fetches.get()) is not None:
             try:
-                fetch.read(self._get)
-                self._late_in_row = 0
+                if fetch.read(self._get):
+                    self._late_in_row = 0
             except Exception as error:
                 log.warning("KV blocks are not read", why=f"{type(error).__name__}: {error}")
 
@@ -388,7 +397,7 @@ class KvTiers:
         for shelf in self._shelves:
             if block is not None:
                 # Which of two different blocks is wrong is unknown, so neither stays.
-                if name not in self._audited or shelf.audit(name, block):
+                if name not in self._audited or shelf.audit(name, block, self._audited_slices):
                     shelf.put(name, parent, packed)
             else:
                 shelf.drop(name)

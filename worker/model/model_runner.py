@@ -191,8 +191,13 @@ class ModelRunner:
     def kv_block_bytes(self) -> int:
         """Bytes of one KV block on this rank: what all layers keep of its tokens."""
         values = self.model_config.num_hidden_layers * self.kv_spec.values_per_token
-        if (draft := self.draft_proposer) is not None:
-            values += draft.num_layers * draft.kv_spec.values_per_token
+        return values * self.config.kv_cache_block_size * self.kv_dtype.itemsize + self.draft_block_bytes
+
+    @property
+    def draft_block_bytes(self) -> int:
+        """Bytes of the draft model in one KV block on this rank, at its end; 0 without one."""
+        draft = self.draft_proposer
+        values = 0 if draft is None else draft.num_layers * draft.kv_spec.values_per_token
         return values * self.config.kv_cache_block_size * self.kv_dtype.itemsize
 
     def allocate_kv_cache(self, num_blocks: int) -> None:

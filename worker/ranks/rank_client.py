@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any, Final
 
 import structlog
@@ -86,6 +87,7 @@ class RankGroup:
         self._shares_sums = False
         # Bytes of a KV block on each rank.
         self._slices: list[int] = []
+        self._draft_bytes: list[int] = []
         # Held while a call is sent, so that all ranks see the calls in one order; that may take until a rank that does
         # not read is killed, so the watcher never takes it.
         self._sending = threading.Lock()
@@ -148,20 +150,28 @@ class RankGroup:
         ranks = self._peers if only is None else (only,)
         return self._call_each(name, dict.fromkeys(ranks, arguments))
 
-    def set_ready(self, shares_sums: bool, block_bytes: dict[int, int]) -> None:
+    def set_ready(self, shares_sums: bool, block_bytes: dict[int, tuple[int, int]]) -> None:
         """Notes that the ranks have loaded, after which their silence counts as a fault within seconds.
 
         Args:
             shares_sums: whether their devices share memory for sums, which they have to give up together.
-            block_bytes: bytes of a KV block on each rank.
+            block_bytes: bytes of a KV block on each rank, and the draft model's part of them.
         """
         self._is_ready, self._shares_sums = True, shares_sums
-        self._slices = [block_bytes[rank] for rank in range(len(block_bytes))]
+        self._slices = [block_bytes[rank][0] for rank in range(len(block_bytes))]
+        self._draft_bytes = [block_bytes[rank][1] for rank in range(len(block_bytes))]
 
     @property
     def kv_block_bytes(self) -> int:
         """Bytes of one KV block on all ranks: in KV tiers it is one value, of the ranks' slices in order."""
         return sum(self._slices)
+
+    @property
+    def model_slices(self) -> list[slice]:
+        """Slices of a KV block of all ranks that hold the model's bytes, and not a draft model's."""
+        ends = list(accumulate(self._slices))
+        rows = zip(ends, self._slices, self._draft_bytes, strict=True)
+        return [slice(end - whole, end - drafts) for end, whole, drafts in rows]
 
     def submit(self, batch: ScheduledBatch) -> Future[TimedOutput]:
         """Computes a batch after those submitted before; rank 0 measures its duration."""

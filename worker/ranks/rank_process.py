@@ -153,7 +153,7 @@ class Rank:
         assert self._data is not None, "any_has_work before join_engines"
         return bool(self._data.collectives.all_reduce(torch.tensor([float(has_work)])).item())
 
-    def load(self, config: Config, threads: int, settings: str) -> int:
+    def load(self, config: Config, threads: int, settings: str) -> tuple[int, int]:
         """Loads this rank's part of the model.
 
         Args:
@@ -163,7 +163,7 @@ class Rank:
                 ensures that config.json is the same here.
 
         Returns:
-            Bytes of one KV block on this rank.
+            Bytes of one KV block on this rank, and the draft model's part of them.
         """
         import torch  # noqa: PLC0415
 
@@ -184,7 +184,7 @@ class Rank:
         self._runner = ModelRunner(config, model_config, partial(self._say, "loaded"), shard)
         if self._rank == 0 or config.kv_tiers:
             self._waiter = make_token_waiter(config, self._runner, time.perf_counter)
-        return self._runner.kv_block_bytes
+        return self._runner.kv_block_bytes, self._runner.draft_block_bytes
 
     def share_sums(self) -> bool:
         """Lets the kernels add across ranks if they can; True if they do, until `leave`.

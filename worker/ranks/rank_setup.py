@@ -48,7 +48,7 @@ def load_ranks(
         memory = _kv_memory(group)
         # On GPUs a step is launched before the tokens of the previous step have arrived.
         config = replace(config, deferred_output=config.deferred_output or memory.is_device)
-        config = size_kv_pool(config, model_config, max(block_bytes.values()), memory)
+        config = size_kv_pool(config, model_config, max(whole for whole, _ in block_bytes.values()), memory)
         group.call("allocate", config.num_kvcache_blocks)
         progress.stage("warming up")
         if all(group.call("warmup").values()):

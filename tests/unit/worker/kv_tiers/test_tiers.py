@@ -16,14 +16,11 @@ import pytest
 from common.config import Config
 from common.errors import InvalidFieldError
 from common.params.sampling_params import SamplingParams
-from common.telemetry.names import Stage
 from tests.checkpoints import make_checkpoint
 from tests.unit.worker.engine.small_engine import BLOCK, engine, prompts
 from worker import engine_factory
 from worker.config.model_config import ModelConfig
-from worker.engine import tier_lookups
 from worker.engine.batch import ScheduledBatch, ScheduledBatchOutput
-from worker.engine.outputs import sequence_times
 from worker.engine.sequence import EndReason, Sequence
 from worker.engine.tier_lookups import NAME_BYTES, Tiers, next_name, root_name, salted_name
 from worker.engine_factory import EngineOptions, build_engine
@@ -32,17 +29,13 @@ from worker.kv_tiers.shared_tiers import FileTier
 from worker.kv_tiers.tier_option import open_tiers, shared_stores
 from worker.kv_tiers.tiers import (
     DAMAGED,
-    DIFFERENT,
     DROPPED,
-    EQUAL,
     FAILED,
     HEADER_BYTES,
     LATE,
     MAX_WAITING_BYTES,
     MISS,
-    READ,
     STORED,
-    WRITE,
     KvFetch,
     KvTiers,
     pack,
@@ -282,143 +275,35 @@ def test_memory_of_read_blocks_is_bounded_and_given_back() -> None:
     tiers.close()
 
 
-def test_prompt_without_room_keeps_its_place_and_its_blocks() -> None:
-    """Prompts behind it do not pass it over."""
-    tier = MemoryTier(1 << 20, HEADER_BYTES + 16 * BLOCK)
-    tiers = KvTiers({"memory": tier}, 16 * BLOCK)
-    core = engine(tiers=Tiers(tiers, root_name(["simulated"])))
-    tokens, short = prompts(48)[0], SamplingParams(max_tokens=1)
-    core.add_request(Sequence(tokens, BLOCK, short))
-    until(lambda: bool(core.step()) and not core.has_unfinished())
-    until(lambda: len(tier) == 3)
-    core.scheduler.block_manager.flush()
-    core.scheduler.meter.rate = 1e-3
-    # Two of five blocks are taken, one more may be needed, and the large prompt needs four.
-    core.add_request(Sequence(prompts(0)[2], BLOCK, SamplingParams(max_tokens=28, ignore_eos=True)))
-    core.step()
-    large, small = Sequence(tokens, BLOCK, short), Sequence([7], BLOCK, short)
-    core.add_request(large)
-    until(lambda: bool(core.step()) and not large.waits_for_kv)
-    assert large.first_scheduled_time is None
-    core.add_request(small)
-    until(lambda: bool(core.step()) and not core.has_unfinished())
-    assert large.first_scheduled_time is not None
-    assert small.first_scheduled_time is not None
-    assert large.first_scheduled_time <= small.first_scheduled_time
-    assert large.num_cached_tokens == 48
-    tiers.close()
-
-
-def test_wait_for_tiers_is_a_stage_and_says_what_was_found() -> None:
-    tier, size = MemoryTier(1 << 20, HEADER_BYTES + 16 * BLOCK), 16 * BLOCK
-    tiers = KvTiers({"memory": tier}, size)
-    core = engine(tiers=Tiers(tiers, root_name(["simulated"])))
-    tokens, params = prompts(48)[0], SamplingParams(max_tokens=2)
-    core.add_request(Sequence(tokens, BLOCK, params, arrive_time=time.monotonic()))
-    until(lambda: bool(core.step()) and not core.has_unfinished())
-    until(lambda: len(tier) == 3)
-    tier.drop(next(iter(reversed(tier._entries))))
-    core.scheduler.block_manager.flush()
-    core.scheduler.meter.rate = 1e-3
-    seq = Sequence(tokens, BLOCK, params, arrive_time=time.monotonic())
-    core.add_request(seq)
-    until(lambda: bool(core.step()) and not core.has_unfinished())
-    times = sequence_times(seq)
-    assert times.tiers is not None
-    assert times.arrived <= times.tiers.began <= (times.tiers.ended or 0.0) <= (times.first_scheduled or 0.0)
-    assert times.tiers.attributes() == {
-        "fissile.kv_tiers.asked": 3,
-        "fissile.kv_tiers.bytes": 2 * size,
-        "fissile.kv_tiers.late": False,
-        "fissile.kv_tiers.memory.hit": 2,
-        "fissile.kv_tiers.memory.miss": 1,
-    }
-    parts = seq.ledger.parts(times.ended)
-    assert parts[Stage.KV_WAIT] == pytest.approx((times.tiers.ended or 0.0) - times.tiers.began)
-    assert sum(parts.values()) == pytest.approx(times.ended - times.arrived)
-    traffic = tiers.traffic()
-    moved = {operation: num_bytes // (HEADER_BYTES + size) for (_, operation), (num_bytes, _) in traffic.items()}
-    assert moved == {READ: 2, WRITE: 3}
-    assert all(seconds > 0 for _, seconds in traffic.values())
-    tiers.close()
-
-
-@pytest.mark.parametrize("place", [None, 0, 1, 2])
-def test_audited_prompt_is_computed_and_wrong_blocks_leave_their_tier(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, place: int | None
-) -> None:
-    """A block that another worker has computed wrongly has the right digest of the wrong bytes."""
-    monkeypatch.setattr(tier_lookups, "_AUDIT_EVERY", 2)
-    size, width = 16 * BLOCK, HEADER_BYTES + 16 * BLOCK
-    memory, files = MemoryTier(1 << 20, width), FileTier(tmp_path, 1 << 20)
-    tiers = KvTiers({"memory": memory, "files": files}, size)
-    core = engine(tiers=Tiers(tiers, root_name(["simulated"])))
-    tokens, params = prompts(48)[0], SamplingParams(max_tokens=1)
-    core.add_request(Sequence(tokens, BLOCK, params))
-    until(lambda: bool(core.step()) and not core.has_unfinished())
-    until(lambda: tiers.counts()["files", STORED] == 3)
-    seq = Sequence(tokens, BLOCK, params)
-    assert core.tiers is not None
-    names = core.tiers._names(seq, 3)
-    if place is not None:
-        for tier in (memory, files):
-            tier.drop(names[place])
-            tier.put(names[place], b"", pack(names[place], bytes(size)))
-    core.scheduler.block_manager.flush()
-    core.add_request(seq)
-    until(lambda: bool(core.step()) and not core.has_unfinished())
-    until(lambda: tiers.counts()["files", EQUAL] + tiers.counts()["files", DIFFERENT] == 3)
-    assert seq.num_cached_tokens == 0
-    for kind, tier in (("memory", memory), ("files", files)):
-        assert tiers.counts()[kind, DIFFERENT] == (place is not None)
-        assert [tier.get(each) is None for each in names] == [i == place for i in range(3)]
-    tiers.close()
-
-
-def test_blocks_that_gave_no_number_leave_the_tiers() -> None:
-    tier = MemoryTier(1 << 20, HEADER_BYTES + 16 * BLOCK)
-    tiers = KvTiers({"memory": tier}, 16 * BLOCK)
-    core = engine(tiers=Tiers(tiers, root_name(["simulated"])))
-    tokens = prompts(48)[0]
-    core.add_request(Sequence(tokens, BLOCK, SamplingParams(max_tokens=1)))
-    until(lambda: bool(core.step()) and not core.has_unfinished())
-    until(lambda: len(tier) == 3)
-    blocks, seq = core.scheduler.block_manager, Sequence(tokens, BLOCK)
-    for block_id in blocks.prefixes.cached_blocks(seq)[1:]:
-        blocks.blocks[block_id].is_proved = False
-    assert blocks.forget_unproved(seq) == 2
-    until(lambda: len(tier) == 1)
-    tiers.close()
-
-
-@pytest.mark.parametrize("expects", [True, False])
-def test_only_blocks_that_another_worker_has_just_computed_are_asked_for_again(expects: bool) -> None:
-    asked = list[bytes]()
-
-    class Late(MemoryTier):
-        """Has a block when it is asked for the second time."""
-
+def test_tier_rests_after_late_prompts_whose_reads_end_later() -> None:
+    class Slow(Hanging):
         def get(self, name: bytes) -> bytes | None:
-            asked.append(name)
-            return super().get(name) if asked.count(name) > 1 else None
+            super().get(name)
+            self.answers.clear()
+            return None
 
-    tier = Late(1 << 20, HEADER_BYTES + 16 * BLOCK)
-    tiers = KvTiers({"memory": tier}, 16 * BLOCK)
-    core = engine(tiers=Tiers(tiers, root_name(["simulated"])))
-    params = SamplingParams(max_tokens=1)
-    tokens = prompts(48)[0]
-    core.add_request(Sequence(tokens, BLOCK, params))
-    until(lambda: bool(core.step()) and not core.has_unfinished())
-    until(lambda: len(tier) == 3)
-    core.scheduler.block_manager.flush()
-    asked.clear()
-    seq = Sequence(tokens, BLOCK, params)
-    seq.expects_kv = expects
-    # As if prompts took long, so that the wait does not end before the test has looked.
-    core.scheduler.meter.rate = 1e-3
-    core.add_request(seq)
-    until(lambda: bool(core.step()) and not core.has_unfinished())
-    assert seq.num_cached_tokens == (48 if expects else 0)
+    tier = Slow()
+    tiers = KvTiers({"slow": tier}, BYTES)
+
+    def read(*, is_late: bool) -> None:
+        fetch = tiers.fetch([name(1)])
+        assert fetch is not None
+        if is_late:
+            tiers.note_late()
+            fetch.close()
+        tier.answers.set()
+        until_read(fetch)
+        fetch.close()
+        until(lambda: tiers._num_read == 0)
+
+    for _ in range(2):
+        read(is_late=True)
+    read(is_late=False)
+    until(lambda: tiers._late_in_row == 0)
+    for i in range(3):
+        assert not tiers.is_resting, i
+        read(is_late=True)
+    assert tiers.is_resting
     tiers.close()
 
 

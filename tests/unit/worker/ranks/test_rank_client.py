@@ -34,8 +34,9 @@ from worker.ranks.rank_setup import load_ranks
 from worker.ranks.topology import Topology
 
 BEAT_S = 0.02
-# Bytes of a KV block on each rank.
+# Bytes of a KV block on each rank, and the draft model's part of them.
 SLICES = (3, 5)
+DRAFT_BYTES = 2
 # Heartbeat interval of the engine's watch.
 HEARTBEAT_S = 0.25
 
@@ -142,7 +143,7 @@ def group() -> Iterator[Group]:
 def started(shares_sums: bool = False, **options: Any) -> Group:
     made = Group(**options)
     made.start()
-    made.set_ready(shares_sums, dict(enumerate(SLICES)))
+    made.set_ready(shares_sums, {rank: (whole, DRAFT_BYTES) for rank, whole in enumerate(SLICES)})
     return made
 
 
@@ -153,6 +154,7 @@ def batch(num_tokens: int = 4) -> ScheduledBatch:
 
 def test_blocks_of_tiers_are_cut_into_slices_of_ranks_and_joined(group: Group) -> None:
     assert group.kv_block_bytes == sum(SLICES)
+    assert group.model_slices == [slice(0, SLICES[0] - DRAFT_BYTES), slice(SLICES[0], sum(SLICES) - DRAFT_BYTES)]
     moved: dict[int, list[tuple[int, bytes]]] = {}
 
     def answer(fake: FakeRank, name: str, *arguments: Any) -> Any:
@@ -201,7 +203,7 @@ def test_progress_is_the_mean_of_the_ranks(group: Group) -> None:
 @pytest.mark.parametrize("captures", [True, False])
 def test_captured_steps_of_rank_0_are_counted(captures: bool, tmp_path: Path) -> None:
     """Ranks capture steps in a stage of its own; steps on GPUs are launched ahead."""
-    answers = {"load": 1 << 14, "kv_memory": (1 << 24, True), "describe": {"numerics": "n"}}
+    answers: dict[str, object] = {"load": (1 << 14, 0), "kv_memory": (1 << 24, True), "describe": {"numerics": "n"}}
     answers |= {"share_sums": captures, "warmup": captures}
 
     class Capturing(Group):
