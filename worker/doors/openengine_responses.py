@@ -218,7 +218,7 @@ def check_role(request: DoorRequest, role: str) -> None:
         problem = "kv.session is for decode workers"
     if problem:
         message = f"{problem}; this worker's role is {role or ROLES[0]}"
-        raise ApiError(grpc.StatusCode.FAILED_PRECONDITION, message, reason="ROLE_MISMATCH")
+        raise ApiError(grpc.StatusCode.FAILED_PRECONDITION, message)
 
 
 def server_info(facts: WorkerFacts, dp_rank: int, dp_size: int) -> pb.ServerInfo:
