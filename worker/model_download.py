@@ -145,7 +145,7 @@ def _listed(model: HubModel) -> Repository:
 
 def _is_inside(name: str) -> bool:
     """True if a path of a repository stays inside the folder that it is joined to."""
-    return name.isprintable() and not {"", ".", ".."}.intersection(name.replace("\\", "/").split("/"))
+    return "\0" not in name and not {"", ".", ".."}.intersection(name.replace("\\", "/").split("/"))
 
 
 def _patterns(model: HubModel, weights: bool) -> tuple[str, ...]:

@@ -306,6 +306,15 @@ def test_file_name_that_leaves_the_folder_is_refused(hub: FakeHub, tmp_path: Pat
     assert hub.downloaded() == set()
 
 
+def test_other_file_with_an_odd_name_stops_no_download(hub: FakeHub, tmp_path: Path) -> None:
+    """Names of screenshots have U+202F before AM and PM."""
+    hub.repos["org/tiny"] = FakeRepo(
+        {"main": {**FILES, "assets/Screenshot 10.00.00\u202fAM \U0001f600\u200d.png": b"x"}}
+    )
+    [(folder, files)] = fetch(tmp_path, hub.endpoint, "org/tiny")
+    assert "model.safetensors" in files, folder
+
+
 def test_commit_pins_a_revision(hub: FakeHub, tmp_path: Path) -> None:
     old = hub.repos["org/tiny"].commit("main")
     assert old is not None

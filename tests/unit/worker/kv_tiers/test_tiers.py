@@ -277,7 +277,10 @@ def test_memory_of_read_blocks_is_bounded_and_given_back() -> None:
 
 def test_tier_rests_after_late_prompts_whose_reads_end_later() -> None:
     class Slow(Hanging):
+        asked = threading.Event()
+
         def get(self, name: bytes) -> bytes | None:
+            self.asked.set()
             super().get(name)
             self.answers.clear()
             return None
@@ -286,9 +289,12 @@ def test_tier_rests_after_late_prompts_whose_reads_end_later() -> None:
     tiers = KvTiers({"slow": tier}, BYTES)
 
     def read(*, is_late: bool) -> None:
+        tier.asked.clear()
         fetch = tiers.fetch([name(1)])
         assert fetch is not None
         if is_late:
+            # A fetch that is closed before a thread takes it never asks the tier.
+            assert tier.asked.wait(60)
             tiers.note_late()
             fetch.close()
         tier.answers.set()
