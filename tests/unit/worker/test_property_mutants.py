@@ -161,7 +161,7 @@ MUTANTS: list[tuple[Mutant, Test]] = [
     (Mutant("less_than_none", DPMetadata, "chunked_sizes", f"max(0, {_SIZE})", _SIZE), _CHUNKS),
     (Mutant("chunk_stays", DPMetadata, "chunked_sizes", "self.local_sizes = whole", "pass"), _CHUNKS),
     (Mutant("rest_lost", FrameReader, "feed", "del self._buffer[:end]", "self._buffer.clear()"), _CUTS),
-    (Mutant("one_frame", FrameReader, "feed", "yield decode(body)", "yield decode(body); return"), _CUTS),
+    (Mutant("one_frame", FrameReader, "feed", "self.has_extensions)", "self.has_extensions); return"), _CUTS),
     (Mutant("some_errors", frames, "decode", "except Exception", "except KeyError"), _ANY_BYTES),
     (Mutant("unbounded", peer_numbers, "_within", "0 <= value <= most", "0 <= value"), _ALL_WAITING),
     (Mutant("a_byte_late", FrameReader, "feed", "< end", "<= end"), _CUTS),
