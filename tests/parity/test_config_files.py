@@ -338,6 +338,11 @@ def reference_window(config: Any, layer: int) -> int | None:
             {"sliding_window": 9, "layer_types": ["full_attention"] * 3},
             "layer_types with full_attention beside",
         ),
+        (
+            "mistral",
+            {"sliding_window": 9, "layer_types": ["chunked_attention"] * 3},
+            "layer_types with chunked_attention beside",
+        ),
         ("smollm3", {"no_rope_layers": [1, 0]}, "a list has fewer entries than there are layers"),
         ("smollm3", {"no_rope_layers": [1, 2, 0]}, "no_rope_layers must list 0 or 1 for each of 3 layers"),
         ("granite", {"logits_scaling": 0}, "logits_scaling is 0.0; it must be a number above 0"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing_extensions import override
 
-from worker.config.model_config import FULL_ATTENTION, ModelConfig, ModelError
+from worker.config.model_config import SLIDING_ATTENTION, ModelConfig, ModelError
 from worker.model.models.llama import LlamaAttention, LlamaForCausalLM, refuse_partial_rotary
 
 
@@ -26,8 +26,9 @@ class MistralForCausalLM(LlamaForCausalLM):
     @override
     def check(cls, config: ModelConfig) -> None:
         refuse_partial_rotary(config)
-        if cls.window(config, 0) is not None and FULL_ATTENTION in (config.listed("layer_types", str) or ()):
-            raise ModelError(f"layer_types with {FULL_ATTENTION} beside a sliding window is not supported for Mistral")
+        others = {*(config.listed("layer_types", str) or ())} - {SLIDING_ATTENTION}
+        if cls.window(config, 0) is not None and others:
+            raise ModelError(f"layer_types with {min(others)} beside a sliding window is not supported for Mistral")
 
     @classmethod
     def window(cls, config: ModelConfig, layer: int) -> int | None:
