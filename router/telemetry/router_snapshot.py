@@ -91,7 +91,7 @@ class RouterSnapshot:
 class NewestSnapshot:
     """Snapshots that are made on the router's event loop when another thread reads them.
 
-    Ten snapshots a second for nobody would take 3 % of the processor time of a router with 8 requests in flight.
+    A snapshot takes processor time on that loop, so none is made that no reader asks for.
 
     Invariant: a reader waits for FIGURES_WAIT_S at most. If the loop is busy for longer, it gets the snapshot before.
 

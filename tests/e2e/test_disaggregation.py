@@ -121,7 +121,7 @@ def test_thousand_answers_equal_those_of_one_worker(whole: Service, halves: Serv
 
     with ThreadPoolExecutor(AT_ONCE) as pool:
         attempts = list(pool.map(both, range(REQUESTS)))
-    # Those of one token stay, and some find no place at the worker for decodes.
+    # Answers of one token stay, and some streams find no place at the worker for decodes.
     assert attempts.count(2) > REQUESTS // 2
     assert set(attempts) <= {1, 2}
     check_left(halves)
@@ -154,7 +154,7 @@ def test_killed_half_changes_no_token(whole: Service, halves: Service, lost: int
 def _disturbed(
     service: Service, requests: list[pb.GenerateRequest], tokens: int, fault: Callable[[], object]
 ) -> list[Answer]:
-    """Runs all requests at once, with a fault when the first of them has so many tokens."""
+    """Runs all requests at once, with a fault once the first of them has `tokens` tokens."""
     is_due = threading.Semaphore(0)
 
     def ask(asked: pb.GenerateRequest) -> Answer:
