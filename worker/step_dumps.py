@@ -130,12 +130,11 @@ class StepDumps:
 
     def _write(self, ring: StepRing, reason: str) -> None:
         assert self._folder is not None
-        now, unix_s = self._clock(), time.time()
+        now = self._clock()
         records = newest_steps(ring, wpb.ListStepsRequest(), MAX_DUMPED_STEP_ROWS)
         try:
-            place = write_dump(
-                self._folder, self.worker_id, reason, [step_proto(each, now, unix_s) for each in records], unix_s
-            )
+            steps = [step_proto(each, now, ring.unix_offset_s) for each in records]
+            place = write_dump(self._folder, self.worker_id, reason, steps, time.time())
         except Exception as error:
             # Observation must not fail what is observed.
             log.warning("steps not dumped", folder=str(self._folder), error=str(error))

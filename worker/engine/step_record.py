@@ -107,7 +107,12 @@ class StepRing:
     Args:
         max_steps: most records kept, at least 1.
         max_rows: most sequences of all records together; the newest record is kept however many it has.
+
+    Attributes:
+        unix_offset_s: Unix time less the time of the records. Read once, so that a step always has the same Unix time.
     """
+
+    unix_offset_s = 0.0
 
     def __init__(self, max_steps: int = MAX_STEP_RECORDS, max_rows: int = MAX_STEP_RECORD_ROWS) -> None:
         self._max_steps = max_steps

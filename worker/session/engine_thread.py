@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import Final
@@ -86,6 +87,7 @@ class EngineThread:
     def _run(self) -> None:
         try:
             with contextlib.closing(self._build()) as core:
+                core.steps.unix_offset_s = time.time() - self._clock()
                 self.steps = core.steps
                 turns = EngineTurns(core, self._clock)
                 self._collector.start()

@@ -292,9 +292,10 @@ class WorkerService(WorkerServiceServicer):
         """Lists the newest steps, at any time."""
         async with self.scope(context):
             refuse_unserved(request, request_validation.LIST_STEPS)
-            records = newest_steps(self._engine.steps, request)
-        now, unix_s = self._clock(), time.time()
-        return wpb.ListStepsResponse(steps=[step_proto(record, now, unix_s) for record in records])
+            ring = self._engine.steps
+            records = newest_steps(ring, request)
+        now = self._clock()
+        return wpb.ListStepsResponse(steps=[step_proto(record, now, ring.unix_offset_s) for record in records])
 
     # Used by the methods above.
 

@@ -18,19 +18,19 @@ _KINDS: Final = {
 }
 
 
-def step_proto(record: StepRecord, now: float, unix_s: float) -> wpb.Step:
+def step_proto(record: StepRecord, now: float, unix_offset_s: float) -> wpb.Step:
     """The message of one step.
 
     Args:
         record: of the step.
         now: monotonic seconds.
-        unix_s: Unix time at `now`.
+        unix_offset_s: of its ring (StepRing).
     """
     waited = now if record.waited is None else record.waited
     finished = now if record.finished is None else record.finished
     return wpb.Step(
         number=record.number,
-        start_us=as_uint64(1e6 * (unix_s - now + record.scheduled)),
+        start_us=as_uint64(1e6 * (unix_offset_s + record.scheduled)),
         schedule_us=_us(record.launched - record.scheduled),
         launch_us=_us(waited - record.launched),
         wait_us=_us(finished - waited),

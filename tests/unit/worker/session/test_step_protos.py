@@ -22,7 +22,7 @@ def test_message_of_finished_step() -> None:
         7, 100.0, 100.002, [5, 6, 8], ["a", "", "b"], [1, 3, 40], [20, 30, 16], [0, 16, 16], 1, 3, 4, 2, 1, [9],
         100.003, 100.010, 0.006, 4,
     )  # fmt: skip
-    assert step_proto(step, 150.0, 1_000_050.0) == wpb.Step(
+    assert step_proto(step, 150.0, 999_900.0) == wpb.Step(
         number=7,
         start_us=1_000_000_000_000,
         schedule_us=2000,
@@ -46,6 +46,11 @@ def test_message_of_finished_step() -> None:
             ),
         ],
     )  # fmt: skip
+
+
+def test_start_of_a_step_is_equal_in_each_listing() -> None:
+    steps = [step_proto(record(1, ["a"]), now, 1e9) for now in (5.0, 5.001, 900.0)]
+    assert {step.start_us for step in steps} == {1_000_000_000_000_000}
 
 
 def test_message_of_hanging_step_has_time_until_now() -> None:
