@@ -70,15 +70,15 @@ class Stage(enum.StrEnum):
     __hash__ = str.__hash__
 
 
-# Events of the router's span, and of the worker's.
+# Events of the router's span, and of the worker's. The event of a wait has the name of its stage.
 SUBMITTED_EVENT: Final = "submitted"
 FIRST_TOKEN_EVENT: Final = "first_token"
 PREEMPTED_EVENT: Final = "preempted"
 
-# RPC semantic conventions (release candidate of 2026-08). The worker's span has its outcome's status too.
+# RPC semantic conventions 1.45. The worker's span has its outcome's status too.
 RPC_SYSTEM: Final = "rpc.system.name"
 RPC_METHOD: Final = "rpc.method"
-RPC_STATUS: Final = "rpc.status_code"
+RPC_STATUS: Final = "rpc.response.status_code"
 PEER_ADDRESS: Final = "network.peer.address"
 PEER_PORT: Final = "network.peer.port"
 SERVER_ADDRESS: Final = "server.address"
@@ -129,6 +129,7 @@ ATTEMPT_LOSS: Final = "fissile.attempt.loss"
 AUDIT_RESULT: Final = "fissile.audit.result"
 # Of each stage: milliseconds in it; the request that cost most of it, that request's tenant, and how much it cost.
 STAGE_MS: Final = "fissile.stage.{}_ms"
+WAIT_MS: Final = "fissile.wait_ms"
 BLAME_REQUEST: Final = "fissile.blame.{}.request"
 BLAME_TENANT: Final = "fissile.blame.{}.tenant"
 BLAME_MS: Final = "fissile.blame.{}.cost_ms"

@@ -259,7 +259,7 @@ def test_deadline_through_envoy_ends_request_at_router(mesh: Mesh) -> None:
     assert trailers["grpc-status"] == "4", trailers
     assert messages
     (span,) = spans_of(mesh, trace_id, METHOD[1:])
-    assert span.attributes["rpc.status_code"] == "DEADLINE_EXCEEDED"
+    assert span.attributes["rpc.response.status_code"] == "DEADLINE_EXCEEDED"
 
 
 class Load:

@@ -429,7 +429,7 @@ async def test_usage_counts_by_model_and_status_however_requests_end(monkeypatch
         assert figures.usage.keys() == {("m", "OK"), ("m", "CANCELLED")}
         assert (done.prompt, done.cached, done.generated) == (3, 3, 5)
         assert (broken.prompt, broken.generated > 0) == (3, True)
-        spans = {s.attributes["rpc.status_code"]: s for s in receiver.wait_for(GENERATE, 3)}
+        spans = {s.attributes["rpc.response.status_code"]: s for s in receiver.wait_for(GENERATE, 3)}
         assert spans["CANCELLED"].attributes["gen_ai.usage.output_tokens"] == broken.generated
         assert "gen_ai.usage.output_tokens" not in spans["INVALID_ARGUMENT"].attributes
         points = {p.name: p for p in receiver.points if p.attributes.get(names.RPC_STATUS) == "CANCELLED"}

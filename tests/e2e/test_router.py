@@ -509,7 +509,7 @@ async def test_spans_end_with_the_status_of_their_call(monkeypatch: pytest.Monke
         spans = receiver.wait_for("fissile.v1.InferenceService/Generate", 4)
         assert receiver.wait_for("fissile.v1.InferenceService/ListModels")
         assert {(s.trace_id, s.parent_id, s.service) for s in spans} == {(trace, "b7ad6b7169203331", "fissile-router")}
-        by_status = {s.attributes["rpc.status_code"]: s for s in spans}
+        by_status = {s.attributes["rpc.response.status_code"]: s for s in spans}
         assert set(by_status) == {"OK", "CANCELLED", "DEADLINE_EXCEEDED", "INVALID_ARGUMENT"}
         done = by_status["OK"]
         assert done.attributes["gen_ai.usage.output_tokens"] == 5

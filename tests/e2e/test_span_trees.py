@@ -31,7 +31,7 @@ def test_cancel_in_router_queue_leaves_no_worker_span(site: Site) -> None:
     waiting.cancel()
     root = site.root(waiting)
     assert names(site.below(root, 2)) == {"tokenize": 1, "queue": 1}
-    assert (root.attributes["rpc.status_code"], root.status, root.events) == ("CANCELLED", "UNSET", ())
+    assert (root.attributes["rpc.response.status_code"], root.status, root.events) == ("CANCELLED", "UNSET", ())
     stages = {name for name in root.attributes if name.startswith("fissile.stage.")}
     assert stages & {"fissile.stage.queue_ms", "fissile.stage.own_queue_ms"}, stages
     assert "fissile.stage.decode_ms" not in stages
@@ -49,7 +49,7 @@ def test_refused_request_has_its_reason_and_no_child(site: Site) -> None:
 
     site.until(refused)
     (root,) = refused()
-    assert (root.attributes["rpc.status_code"], root.attributes["fissile.error.reason"]) == (
+    assert (root.attributes["rpc.response.status_code"], root.attributes["fissile.error.reason"]) == (
         "NOT_FOUND",
         "UNKNOWN_MODEL",
     )
@@ -67,7 +67,7 @@ def test_cancel_before_first_token_ends_worker_span_with_its_stage(site: Site) -
         # has the request.
         if root.events == ("submitted",) and (worker := site.sequence(root)) is not None:
             break
-    assert worker.attributes["rpc.status_code"] == "CANCELLED"
+    assert worker.attributes["rpc.response.status_code"] == "CANCELLED"
     # The step that ran meanwhile may have made the first token at the worker.
     stages = sorted(site.below(worker, 1), key=lambda span: span.start_ns)
     assert [span.name for span in stages] == ["queue", "prefill", "decode"][: len(stages)]
@@ -81,7 +81,7 @@ def test_cancel_while_decoding_has_all_stages(site: Site) -> None:
     (worker,) = [span for span in site.below(root, 3) if span.name == "worker.generate"]
     assert names(site.below(worker, 3)) == {"queue": 1, "prefill": 1, "decode": 1}
     assert root.events == ("submitted", "first_token")
-    assert {root.attributes["rpc.status_code"], worker.attributes["rpc.status_code"]} == {"CANCELLED"}
+    assert {root.attributes["rpc.response.status_code"], worker.attributes["rpc.response.status_code"]} == {"CANCELLED"}
 
 
 @pytest.mark.slow
@@ -91,9 +91,9 @@ def test_deadline_while_decoding_is_an_error_of_both_spans(site: Site) -> None:
         list(call)
     root = site.root(call)
     (worker,) = [span for span in site.below(root, 3) if span.name == "worker.generate"]
-    assert (root.attributes["rpc.status_code"], root.status) == ("DEADLINE_EXCEEDED", "ERROR")
+    assert (root.attributes["rpc.response.status_code"], root.status) == ("DEADLINE_EXCEEDED", "ERROR")
     # The worker's own timer and the router's cancellation race.
-    assert worker.attributes["rpc.status_code"] in ("DEADLINE_EXCEEDED", "CANCELLED")
+    assert worker.attributes["rpc.response.status_code"] in ("DEADLINE_EXCEEDED", "CANCELLED")
 
 
 def test_eviction_shows_both_attempts_linked_and_both_sequences(site: Site) -> None:

@@ -93,7 +93,7 @@ def test_cancelled_request_line_says_cancelled(service: Service, receiver: OtlpR
     spans = trace_of(receiver, trace_id, "worker.generate")
     assert {s.service for s in spans} == {"fissile-router", "fissile-worker"}
     router = next(s for s in spans if s.parent_id == CLIENT_SPAN)
-    assert router.attributes["rpc.status_code"] == "CANCELLED"
+    assert router.attributes["rpc.response.status_code"] == "CANCELLED"
 
 
 def test_failed_request_line_says_failed(service: Service, receiver: OtlpReceiver) -> None:
@@ -103,7 +103,7 @@ def test_failed_request_line_says_failed(service: Service, receiver: OtlpReceive
         list(service.stub.Generate(pb.GenerateRequest(text=""), metadata=metadata, timeout=60))
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     (span,) = trace_of(receiver, trace_id, "fissile.v1.InferenceService/Generate")
-    assert span.attributes["rpc.status_code"] == "INVALID_ARGUMENT"
+    assert span.attributes["rpc.response.status_code"] == "INVALID_ARGUMENT"
     assert span.parent_id == CLIENT_SPAN
 
 

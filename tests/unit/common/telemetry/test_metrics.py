@@ -10,6 +10,9 @@ from dataclasses import fields
 
 import pytest
 from opentelemetry.sdk.metrics import Histogram
+from opentelemetry.semconv._incubating.attributes import gen_ai_attributes, rpc_attributes
+from opentelemetry.semconv._incubating.metrics import gen_ai_metrics
+from opentelemetry.semconv.attributes import error_attributes, network_attributes, server_attributes
 from structlog.testing import capture_logs
 
 from common.limits import TELEMETRY_SHUTDOWN_S
@@ -293,3 +296,12 @@ def test_series_histogram_is_exported_until_its_labels_leave(receiver: OtlpRecei
     last = [point for point in receiver.points if point.name == names.WORKER_TTFT][-1]
     metrics.shutdown(PATIENT_S)
     assert last.attributes == {names.WORKER_ID: "w1"}
+
+
+def test_names_outside_of_fissile_are_those_of_the_conventions() -> None:
+    modules = gen_ai_attributes, gen_ai_metrics, rpc_attributes, error_attributes, network_attributes, server_attributes
+    known = {value for module in modules for value in vars(module).values() if isinstance(value, str)}
+    used = {value for value in vars(names).values() if isinstance(value, str)}
+    conventional = {each for each in used if each.startswith(("gen_ai.", "rpc.", "error.", "network.", "server."))}
+    assert len(conventional) > 30
+    assert conventional - known == set()
