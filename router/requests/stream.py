@@ -489,8 +489,10 @@ class RequestStream:
     def account_end(self, now: float, written: float) -> None:
         """Divides the time until `now`, when the last message is made; `written` is the end of the write before it.
 
-        Time on a worker that does not report its parts stays unexplained.
+        Time on a worker that does not report its parts stays unexplained. Time after a loss is recovery.
         """
+        if self.attempts.is_lost:
+            return
         self._account_recovery()
         report, ledger = self.assembly.times.report, self.ledger
         ended = self.assembly.last_token_time if report is None else report.time

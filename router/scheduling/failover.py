@@ -211,6 +211,11 @@ class Attempts:
         """True if the last attempt runs, or ran, alone on its worker."""
         return bool(self._attempts) and self._attempts[-1].alone
 
+    @property
+    def is_lost(self) -> bool:
+        """True if the last attempt was lost: the request waits for its next worker."""
+        return bool(self._attempts) and self._attempts[-1].loss is not None
+
     def has_passed_first_steps(self, num_tokens: int) -> bool:
         """True if this attempt generated FIRST_TOKENS tokens, which clears it of suspicion."""
         return num_tokens - self._attempts[-1].began_with >= FIRST_TOKENS

@@ -115,6 +115,17 @@ def test_recovery_lasts_from_the_last_token_to_the_first_of_the_next_attempt() -
     assert _parts(stream, 11.0) == {Stage.PREPARE: 1.0, Stage.UNEXPLAINED: 2.0, Stage.RECOVERING: 8.0}
 
 
+def test_request_that_ends_without_another_worker_recovers_until_then() -> None:
+    """Former fault: the time after the loss counted as the client's."""
+    stream = _stream()
+    _submit(stream, 1.0)
+    _produce(stream, 5, 3.0)
+    stream.attempts.end(stream.assembly.num_tokens, 4.0, Loss.DIED)
+    stream.account_loss()
+    stream.account_end(9.0, 9.0)
+    assert stream.ledger.parts(9.0) == {Stage.PREPARE: 1.0, Stage.RECOVERING: 6.0, Stage.UNEXPLAINED: 2.0}
+
+
 def test_worker_that_returned_the_request_was_a_queue() -> None:
     stream = _stream()
     _submit(stream, 2.0)
