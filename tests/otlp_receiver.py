@@ -25,13 +25,15 @@ from opentelemetry.proto.common.v1 import common_pb2
 from opentelemetry.proto.metrics.v1 import metrics_pb2
 from opentelemetry.proto.trace.v1 import trace_pb2
 
+from common.telemetry.names import WAIT_MS
+
 KINDS = {1: "INTERNAL", 2: "SERVER", 3: "CLIENT", 4: "PRODUCER", 5: "CONSUMER"}
 STATUSES = {0: "UNSET", 1: "OK", 2: "ERROR"}
 
 
 @dataclass(frozen=True)
 class ReceivedSpan:
-    """A span as the collector got it; ids in hex, times in Unix nanoseconds."""
+    """A span as the collector got it; ids in hex, times in Unix nanoseconds; `waits` are its events with a time."""
 
     service: str
     instance: str
@@ -47,6 +49,7 @@ class ReceivedSpan:
     status_message: str
     attributes: dict[str, Any]
     events: tuple[str, ...]
+    waits: dict[str, float]
     links: tuple[str, ...] = ()
 
 
@@ -167,6 +170,7 @@ def _spans(request: trace_service_pb2.ExportTraceServiceRequest) -> list[Receive
 
 
 def _received(span: trace_pb2.Span, resource: dict[str, Any]) -> ReceivedSpan:
+    events = [(event.name, _values(event.attributes).get(WAIT_MS)) for event in span.events]
     return ReceivedSpan(
         service=resource.get("service.name", ""),
         instance=resource.get("service.instance.id", ""),
@@ -181,7 +185,8 @@ def _received(span: trace_pb2.Span, resource: dict[str, Any]) -> ReceivedSpan:
         status=STATUSES[span.status.code],
         status_message=span.status.message,
         attributes=_values(span.attributes),
-        events=tuple(event.name for event in span.events),
+        events=tuple(name for name, wait_ms in events if wait_ms is None),
+        waits={name: wait_ms for name, wait_ms in events if wait_ms is not None},
         links=tuple(link.span_id.hex() for link in span.links),
     )
 

@@ -43,14 +43,16 @@ class Ledger:
         stage: the running stage.
         since: time at which the running stage began, or was last accounted for.
         blames: the request that cost most, by stage.
+        ended: end of the newest time that counts for a stage, by stage.
     """
 
-    __slots__ = ("_spent", "blames", "since", "stage")
+    __slots__ = ("_spent", "blames", "ended", "since", "stage")
 
     def __init__(self, stage: Stage, now: float) -> None:
         self.stage = stage
         self.since = now
         self.blames: dict[Stage, Blame] = {}
+        self.ended: dict[Stage, float] = {}
         self._spent: dict[Stage, float] = {}
 
     def enter(self, stage: Stage, now: float, shares: Mapping[Stage, float] | None = None) -> None:
@@ -68,8 +70,10 @@ class Ledger:
             for each, seconds in shares.items():
                 if seconds > 0:
                     self._spent[each] = self._spent.get(each, 0.0) + scale * seconds
+                    self.ended[each] = now
             rest = max(0.0, rest - scale * claimed)
         self._spent[self.stage] = self._spent.get(self.stage, 0.0) + rest
+        self.ended[self.stage] = now
         self.stage, self.since = stage, max(now, self.since)
 
     def blame(self, stage: Stage, blame: Blame) -> None:
@@ -80,7 +84,7 @@ class Ledger:
     def fork(self) -> Ledger:
         """A ledger with the same history."""
         other = Ledger(self.stage, self.since)
-        other.blames, other._spent = dict(self.blames), dict(self._spent)
+        other.blames, other.ended, other._spent = dict(self.blames), dict(self.ended), dict(self._spent)
         return other
 
     def parts(self, now: float) -> dict[Stage, float]:

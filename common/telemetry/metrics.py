@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
 
 from opentelemetry.context import Context
 from opentelemetry.metrics import CallbackOptions, Histogram, Observation
@@ -76,12 +75,6 @@ def _observe_process(metrics: Metrics, open_spans: Callable[[], int]) -> None:
     )
 
 
-class _Export(Protocol):
-    def add_histogram(self, name: str, unit: str, description: str, histogram: SeriesHistogram) -> None: ...
-
-    def shutdown(self, timeout_s: float) -> None: ...
-
-
 class Metrics:
     """The instruments of one process. Without a provider and a table nothing is recorded.
 
@@ -95,7 +88,10 @@ class Metrics:
     """
 
     def __init__(
-        self, provider: MeterProvider | None = None, export: _Export | None = None, table: SeriesTable | None = None
+        self,
+        provider: MeterProvider | None = None,
+        export: exporter.MetricExport | None = None,
+        table: SeriesTable | None = None,
     ) -> None:
         self.table = table
         self._meter = provider.get_meter(names.METER) if provider is not None else None

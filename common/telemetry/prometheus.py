@@ -299,8 +299,6 @@ def _exemplar(exemplar: Exemplar | None) -> str:
 
 
 def _number(value: float) -> str:
-    if isinstance(value, int):
-        return str(value)
-    if math.isfinite(value):
+    if isinstance(value, int) or math.isfinite(value):
         return repr(value)
     return "NaN" if math.isnan(value) else "+Inf" if value > 0 else "-Inf"

@@ -20,8 +20,8 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any, Final, Protocol
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Final
 
 import grpc
 from opentelemetry import trace
@@ -35,6 +35,7 @@ from common.errors import ApiError
 from common.limits import TELEMETRY_SHUTDOWN_S
 from common.telemetry import exporter, names
 from common.telemetry.failures import count_failure
+from common.telemetry.ledger import Ledger
 
 # Statuses that the RPC conventions count as server errors, plus ABORTED, which here means a lost worker.
 _SERVER_ERRORS: Final = frozenset(
@@ -48,9 +49,8 @@ _SERVER_ERRORS: Final = frozenset(
         grpc.StatusCode.ABORTED,
     }
 )
-
-
 _SCOPE: Final = InstrumentationScope(names.TRACER)
+_LEAST_WAIT_S: Final = 1e-3
 
 
 def setup_tracing(service_name: str, instance_id: str, slow_s: float | None = None) -> SpanFactory:
@@ -67,14 +67,10 @@ def setup_tracing(service_name: str, instance_id: str, slow_s: float | None = No
     return SpanFactory(export.provider, export)
 
 
-class _TracerShutdown(Protocol):
-    def shutdown(self, timeout_s: float) -> None: ...
-
-
 class SpanFactory:
     """Makes the spans of one process. Without a provider it records nothing."""
 
-    def __init__(self, provider: TracerProvider | None = None, export: _TracerShutdown | None = None) -> None:
+    def __init__(self, provider: TracerProvider | None = None, export: exporter.TraceExport | None = None) -> None:
         tracer = provider.get_tracer(names.TRACER) if provider is not None else None
         self._tracer = tracer if isinstance(tracer, Tracer) else None
         self._export = export
@@ -156,6 +152,13 @@ class OpenSpan:
         if not self.ended:
             self._events.append(Event(name, attributes, at_ns))
 
+    def add_waits(self, ledger: Ledger, waits: Collection[names.Stage], now: float) -> None:
+        """Adds an event for each of the `waits` of a millisecond or more: when it ended, and its time until `now`."""
+        for stage, seconds in ledger.parts(now).items():
+            if stage in waits and seconds >= _LEAST_WAIT_S:
+                ended = self.unix_ns(ledger.ended.get(stage, now))
+                self.add_event(stage, {names.WAIT_MS: round(1e3 * seconds, 3)}, ended)
+
     def end(self, code: grpc.StatusCode, *, message: str = "", reason: str = "", end_ns: int | None = None) -> None:
         """Ends the span with a status; later calls do nothing."""
         if self.ended:
@@ -212,10 +215,8 @@ class OpenSpan:
         if self.is_recorded:
             kept = {key: value for key, value in attributes.items() if value not in ("", None)}
             given = context, parent, self._tracer.resource, kept, (), [Link(link)] if link else ()
-            status, begin, end = (
-                Status(StatusCode.ERROR, error) if error else Status(),
-                *map(self.unix_ns, (began, ended)),
-            )
+            status = Status(StatusCode.ERROR, error) if error else Status()
+            begin, end = self.unix_ns(began), self.unix_ns(ended)
             self._tracer.span_processor.on_end(ReadableSpan(name, *given, kind, None, status, begin, end, _SCOPE))
         return context
 

@@ -108,6 +108,8 @@ class AnswerCall(InFlightCall):
             with contextlib.suppress(Exception):
                 if self.streams:
                     self._account()
+                else:
+                    self.span.stages(self.record.ledger, self.backend.clock())
 
     async def wait_for_model(self) -> None:
         """Waits for expected workers if no worker has the model yet.

@@ -26,6 +26,17 @@ from router.scheduling.queued_request import PlacementChoice
 
 _INT64_MAX: Final = 2**63 - 1
 _STAGE_MS: Final = {stage: names.STAGE_MS.format(stage) for stage in names.Stage}
+# Waits that are events. Those for a worker are spans, and those at a worker are in its span.
+_WAITS: Final = frozenset(
+    {
+        names.Stage.MODEL_WAIT,
+        names.Stage.TOKENIZE_QUEUE,
+        names.Stage.GATE_HOLD,
+        names.Stage.GATE_BACKLOG,
+        names.Stage.PLACEMENT_WAIT,
+        names.Stage.CLIENT_WAIT,
+    }
+)
 # Stop strings in a span, and characters of each.
 _MAX_STOPS: Final = 8
 _MAX_STOP: Final = 64
@@ -274,7 +285,7 @@ class RecordedRequestSpan(RequestSpan):
 
     @harmless("traces")
     def stages(self, ledger: Ledger, now: float) -> None:
-        """Sets an attribute for each stage, and three for each blamed request."""
+        """Sets an attribute for each stage, and three for each blamed request; adds an event for each wait."""
         if not self._open.is_recorded:
             return
         found: dict[str, AttributeValue] = {}
@@ -285,6 +296,7 @@ class RecordedRequestSpan(RequestSpan):
             found[names.BLAME_TENANT.format(stage)] = shown(blame.tenant)
             found[names.BLAME_MS.format(stage)] = round(1e3 * blame.seconds, 3)
         self._open.set_attributes(found)
+        self._open.add_waits(ledger, _WAITS, now)
 
     @harmless("traces")
     def finish(self, finish_reasons: Iterable[str] = ()) -> None:

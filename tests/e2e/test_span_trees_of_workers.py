@@ -54,7 +54,7 @@ def test_drained_and_killed_workers_are_linked_attempts(tmp_path: Path) -> None:
         # The killed worker exports nothing.
         root, workers = site.tree(call, workers=2)
         below = site.below(root, 9)
-    assert (root.attributes["rpc.status_code"], root.attributes["fissile.attempts"]) == ("CANCELLED", 3)
+    assert (root.attributes["rpc.response.status_code"], root.attributes["fissile.attempts"]) == ("CANCELLED", 3)
     assert names(below) == {"tokenize": 1, "queue": 1, "attempt": 3, "wait for worker": 2, "worker.generate": 2}
     tried = attempts_of(below)
     assert [each.attributes["fissile.worker.id"] for each in tried[:2]] == losing
@@ -71,6 +71,23 @@ def test_drained_and_killed_workers_are_linked_attempts(tmp_path: Path) -> None:
 def has_more(site: Site, call: Any, tokens: int) -> bool:
     """True if a call has more than `tokens` tokens."""
     return site.listed(call).output_tokens > tokens
+
+
+@pytest.mark.slow
+def test_cancel_without_any_worker_has_that_wait_and_how_the_worker_was_lost(tmp_path: Path) -> None:
+    with running_site(tmp_path, ["--simulate", "fixed:20ms"]) as site:
+        call = site.begin(1900)
+        next(iter(call))
+        site.service.workers[0].running.kill()
+        site.until(lambda: "attempt lost" in site.service.router.log.read_text())
+        call.cancel()
+        root = site.root(call)
+        below = site.below(root, 3)
+    assert names(below) == {"tokenize": 1, "queue": 1, "wait for worker": 1}
+    (wait,) = [span for span in below if span.name == "wait for worker"]
+    assert (wait.attributes["fissile.attempt.loss"], "fissile.worker.id" in wait.attributes) == ("died", False)
+    assert root.attributes["fissile.stage.recovering_ms"] > 0
+    assert root.attributes["rpc.response.status_code"] == "CANCELLED"
 
 
 @pytest.mark.slow
@@ -121,6 +138,9 @@ def test_preempted_sequence_has_events_and_its_stage(tmp_path: Path) -> None:
             if not worker.events:
                 assert "fissile.stage.preempted_ms" not in root.attributes
             assert names(site.below(worker, 3)) == {"queue": 1, "prefill": 1, "decode": 1}
+            # The steps of the other prompt.
+            wait_ms = root.attributes.get("fissile.stage.others_prefill_ms", 0.0)
+            assert worker.waits.get("others_prefill", 0.0) == pytest.approx(wait_ms, abs=1.1)
 
 
 def test_drafts_are_in_decode_span_as_in_the_answer(tmp_path: Path) -> None:
@@ -167,7 +187,7 @@ def missing(found: Sequence[ReceivedSpan], count: int, ends: Mapping[str, int]) 
     known = {span.span_id for span in found}
     named = [span.name for span in found if span.parent_id not in known and not span.name.startswith("fissile.")]
     below = Counter(span.parent_id for span in found if span.name == "worker.generate")
-    answered = [span for span in roots if span.attributes["rpc.status_code"] == "OK"]
+    answered = [span for span in roots if span.attributes["rpc.response.status_code"] == "OK"]
     named += ["worker.generate"] * sum(not below[root.span_id] for root in answered)
     # A call whose deadline passes before the router reads it has no span.
     return named + [METHOD] * (count - ends["DEADLINE_EXCEEDED"] - len(roots))

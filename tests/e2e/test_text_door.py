@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
+import pytest
 from fissile.admin.v1 import admin_pb2 as apb
 from fissile.v1 import inference_pb2 as pb
 from google.rpc import error_details_pb2
@@ -17,7 +18,8 @@ from common.limits import MAX_TOKENIZE_TEXT_BYTES, TOKENIZE_THREADS
 from router.api.tenants import TenantPolicy
 from router.prompts.prompts import PromptEncoder, Steps
 from tests.e2e.fake_worker import FakeWorker
-from tests.e2e.router_bench import FILES, bench, collect, detail, error_of, request
+from tests.e2e.router_bench import FILES, bench, collect, detail, error_of, request, until
+from tests.otlp_receiver import OtlpReceiver
 
 UNKNOWN = b"\xf8\x07\x01"  # field 127 = 1
 
@@ -100,3 +102,22 @@ async def test_tokenize_and_detokenize_count_for_their_tenant() -> None:
         assert detail(refused, error_details_pb2.ErrorInfo).reason == "TENANT_LIMIT"
         assert (await b.stub.Detokenize(pb.DetokenizeRequest(token_ids=[65]))).text
         await b.empty()
+
+
+async def test_cancel_while_text_waits_for_thread_has_that_wait_in_its_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    with OtlpReceiver() as receiver:
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", receiver.endpoint)
+        monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")
+        async with bench(FakeWorker(FILES)) as b, busy_text_threads(b.router._encoder):
+            call = b.stub.Generate(request())
+            await until(lambda: len(b.router._encoder._queue) > TOKENIZE_THREADS)
+            # Longer than the shortest wait that is an event.
+            await asyncio.sleep(0.01)
+            call.cancel()
+            await receiver.until_received("fissile.v1.InferenceService/Generate")
+    (root,) = receiver.wait_for("fissile.v1.InferenceService/Generate")
+    (below,) = [span for span in receiver.spans if span.parent_id == root.span_id]
+    assert (root.attributes["rpc.response.status_code"], below.name) == ("CANCELLED", "tokenize")
+    assert root.waits.keys() == {"tokenize_queue"}
+    assert root.attributes["fissile.stage.tokenize_queue_ms"] == root.waits["tokenize_queue"] >= 1
+    assert root.events == ()

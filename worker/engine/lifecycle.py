@@ -214,7 +214,10 @@ class Lifecycle:
             output.start = self._begin(seq)
         steps, tokens = seq.work_before
         drafts = () if seq.draft_history is None else seq.draft_history.counter.by_position
-        done = DecodeWork(self.totals.steps - steps, self.totals.taken_tokens - tokens, len(seq.preempted_at), drafts)
+        kv_usage = 1 - self.block_manager.num_free_blocks / max(1, self.block_manager.num_blocks)
+        done = DecodeWork(
+            self.totals.steps - steps, self.totals.taken_tokens - tokens, len(seq.preempted_at), kv_usage, drafts
+        )
         sequence = None if stop.token_sequence is None else tuple(stop.token_sequence)
         times = sequence_times(seq, done)
         output.end = End(seq.num_tokens, stop.end_reason, stop.token_id, sequence, message, times, seq.ledger)

@@ -25,12 +25,14 @@ class DecodeWork:
         steps: of the engine, including those without the sequence.
         tokens: output of these steps, of all sequences.
         preemptions: of the sequence, since it arrived.
+        kv_usage: part of the KV blocks that others held when the sequence ended, 0 to 1.
         drafts: of the sequence, verified and accepted, by their position after a token.
     """
 
     steps: int
     tokens: int
     preemptions: int
+    kv_usage: float
     drafts: tuple[Counts, ...] = ()
 
     def attributes(self) -> Mapping[str, int | float]:
@@ -40,6 +42,7 @@ class DecodeWork:
             names.DECODE_STEPS: self.steps,
             names.DECODE_MEAN_BATCH: mean,
             names.DECODE_PREEMPTIONS: self.preemptions,
+            names.ENGINE_KV_USAGE: round(self.kv_usage, 3),
         }
         if self.drafts:
             verified, accepted = map(sum, zip(*self.drafts, strict=True))

@@ -72,6 +72,8 @@ class RequestTrace:
         if self._span.has_steps:
             steps = self._engine.steps.newest_of(self._seq_id, end.times.arrived, MAX_TRACED_STEPS)
             self._span.add_steps(steps, self._seq_id)
+        if end.ledger is not None:
+            self._span.add_waits(end.ledger, end.times.ended)
         if end.reason in FINISHES:
             self._span.finish(end.times, reason=reason, **counts)
         else:

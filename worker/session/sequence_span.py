@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 import grpc
 from opentelemetry.util.types import AttributeValue
@@ -10,10 +11,14 @@ from opentelemetry.util.types import AttributeValue
 from common.errors import ApiError
 from common.telemetry import names
 from common.telemetry.failures import harmless
+from common.telemetry.ledger import Ledger
 from common.telemetry.trace_context import extract, operation_in
 from common.telemetry.tracing import OpenSpan, SpanFactory, nanoseconds, usage_attributes, wall_offset_ns
 from worker.engine.outputs import SequenceTimes
 from worker.engine.step_record import StepRecord
+
+# Waits that are events; the others are spans, or the event `preempted`.
+_WAITS: Final = frozenset({names.Stage.GRAMMAR_WAIT, names.Stage.OTHERS_PREFILL, names.Stage.STALL})
 
 
 def sequence_span(
@@ -66,6 +71,9 @@ class SequenceSpan:
     def add_steps(self, steps: Sequence[StepRecord], seq_id: int) -> None:
         """Adds the steps of the sequence with this id, oldest first."""
 
+    def add_waits(self, ledger: Ledger, now: float) -> None:
+        """Adds an event for each wait of an ended sequence; `now` is its end."""
+
     def finish(
         self, times: SequenceTimes, *, reason: str, input_tokens: int, output_tokens: int, cached_tokens: int
     ) -> None:
@@ -105,6 +113,12 @@ class RecordedSequenceSpan(SequenceSpan):
                 names.STEP_WAITING: step.num_waiting,
             }
             self._open.add_child(names.STEP_SPAN, step.scheduled, step.finished or step.launched, attributes)
+
+    @harmless("traces")
+    def add_waits(self, ledger: Ledger, now: float) -> None:
+        """Adds the events."""
+        if self._open.is_recorded:
+            self._open.add_waits(ledger, _WAITS, now)
 
     @harmless("traces")
     def finish(

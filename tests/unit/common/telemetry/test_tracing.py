@@ -143,7 +143,7 @@ def test_router_and_worker_spans_share_trace(recorder: Recorder) -> None:
     assert attributes(router) == {
         "rpc.system.name": "grpc",
         "rpc.method": GENERATE,
-        "rpc.status_code": "OK",
+        "rpc.response.status_code": "OK",
         "network.peer.address": "127.0.0.1",
         "network.peer.port": 7,
         "gen_ai.operation.name": "text_completion",
@@ -234,7 +234,7 @@ def test_every_end_has_its_status(
         end(span)
 
     ended = recorder.one(GENERATE)
-    assert attributes(ended)["rpc.status_code"] == code
+    assert attributes(ended)["rpc.response.status_code"] == code
     assert attributes(ended).get("error.type") == (code if status is StatusCode.ERROR else None)
     assert ended.status.status_code is status
     assert ended.events == ()
@@ -250,7 +250,7 @@ def test_first_end_is_kept(recorder: Recorder) -> None:
         span.fail(grpc.StatusCode.CANCELLED)
 
     ended = attributes(recorder.one(GENERATE))
-    assert ended["rpc.status_code"] == "ABORTED"
+    assert ended["rpc.response.status_code"] == "ABORTED"
     assert ended["fissile.error.reason"] == "WORKER_LOST"
     assert ended[names.OUTPUT_TOKENS] == 3
     assert names.RESPONSE_FINISH_REASONS not in ended
@@ -268,7 +268,7 @@ def test_failed_sequence(code: grpc.StatusCode, status: StatusCode, recorder: Re
 
     ended = recorder.one(names.WORKER_SPAN)
     assert ended.status.status_code is status
-    assert attributes(ended)["rpc.status_code"] == code.name
+    assert attributes(ended)["rpc.response.status_code"] == code.name
     assert [s.name for s in recorder.exporter.get_finished_spans()] == ["queue", "prefill", "worker.generate"]
 
 
@@ -325,7 +325,7 @@ async def test_closing_a_generator_elsewhere_ends_its_span(recorder: Recorder) -
     await asyncio.create_task(anext(generator))  # type: ignore[call-overload]
     await generator.aclose()  # type: ignore[attr-defined]
 
-    assert attributes(recorder.one(GENERATE))["rpc.status_code"] == "CANCELLED"
+    assert attributes(recorder.one(GENERATE))["rpc.response.status_code"] == "CANCELLED"
 
 
 def test_disabled_tracing_makes_no_spans() -> None:
@@ -352,18 +352,19 @@ def test_chat_operation_crosses_router_worker_hop(client: str, sent: str, record
 def test_decode_span_has_steps_batch_and_preemptions(recorder: Recorder) -> None:
     """Number of steps, mean batch size and preemptions."""
     sequence = sequence_span(recorder.tracing, PARENT, arrived=1.0)
-    done = SequenceTimes(1.0, 1.1, 1.2, 1.9, DecodeWork(steps=10, tokens=35, preemptions=2))
+    done = SequenceTimes(1.0, 1.1, 1.2, 1.9, DecodeWork(steps=10, tokens=35, preemptions=2, kv_usage=0.25))
     sequence.finish(done, reason="eos", input_tokens=1, output_tokens=9, cached_tokens=0)
     assert attributes(recorder.one(names.DECODE_SPAN)) == {
         "fissile.decode.steps": 10,
         "fissile.decode.mean_batch": 3.5,
         "fissile.decode.preemptions": 2,
+        "fissile.engine.kv_cache.usage": 0.25,
     }
     assert attributes(recorder.one(names.PREFILL_SPAN)) == {}
 
 
 def test_decode_span_has_accepted_drafts() -> None:
-    said = DecodeWork(steps=10, tokens=35, preemptions=0, drafts=((5, 4), (3, 1))).attributes()
+    said = DecodeWork(steps=10, tokens=35, preemptions=0, kv_usage=0.0, drafts=((5, 4), (3, 1))).attributes()
     assert (said["fissile.decode.drafts"], said["fissile.decode.drafts_accepted"]) == (8, 5)
 
 
@@ -474,3 +475,27 @@ def test_span_has_the_time_of_each_stage_and_the_blamed_request(recorder: Record
         "fissile.blame.gate_hold.tenant": "gold",
         "fissile.blame.gate_hold.cost_ms": 500.0,
     }
+
+
+def test_waits_of_a_millisecond_are_events_at_their_ends(recorder: Recorder) -> None:
+    ledger, engine = Ledger(Stage.PREPARE, 1.0), Ledger(Stage.WORKER_QUEUE, 1.5)
+    ledger.enter(Stage.QUEUE, 1.25)
+    ledger.enter(Stage.UNEXPLAINED, 1.5, {Stage.GATE_HOLD: 0.1, Stage.PLACEMENT_WAIT: 0.0, Stage.OWN_QUEUE: 0.05})
+    engine.enter(Stage.GRAMMAR_WAIT, 1.6)
+    engine.enter(Stage.DECODE, 1.62)
+    engine.enter(Stage.DECODE, 1.8, {Stage.OTHERS_PREFILL: 0.04, Stage.STALL: 0.0005})
+    ledger.enter(Stage.CLIENT_WAIT, 1.75)
+    with request_span(recorder.tracing, GENERATE) as span:
+        span.stages(ledger, 2.0)
+        sequence = sequence_span(recorder.tracing, span.traceparent, arrived=1.5)
+        sequence.add_waits(engine, 1.8)
+        sequence.fail(grpc.StatusCode.CANCELLED)
+    for name, expected, apart_s in (
+        (GENERATE, {"gate_hold": 100.0, "client_wait": 250.0}, 0.5),
+        (names.WORKER_SPAN, {"grammar_wait": 20.0, "others_prefill": 40.0}, 0.18),
+    ):
+        first, second = recorder.one(name).events
+        assert {each.name: dict(each.attributes or {}) for each in (first, second)} == {
+            event: {"fissile.wait_ms": ms} for event, ms in expected.items()
+        }
+        assert (second.timestamp - first.timestamp) / 1e9 == pytest.approx(apart_s)
