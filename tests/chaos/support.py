@@ -33,8 +33,9 @@ def rss_mib(process: Process) -> float:
 
 
 def log_entries(process: Process) -> list[dict[str, Any]]:
-    """What a process has logged, without lines that are none of its own (gRPC writes some)."""
-    return [json.loads(line) for line in process.log.read_text().splitlines() if line.startswith("{")]
+    """What a process has logged in whole lines, without lines that are none of its own (gRPC writes some)."""
+    lines = process.log.read_text().splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.startswith("{") and line.endswith("\n")]
 
 
 def open_files(process: Process) -> int:

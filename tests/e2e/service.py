@@ -223,10 +223,15 @@ class Answer:
             self.finish = part.finish
 
 
-def generate(stub: InferenceServiceStub, request: pb.GenerateRequest, timeout: float = 120.0) -> Answer:
+def generate(
+    stub: InferenceServiceStub,
+    request: pb.GenerateRequest,
+    timeout: float = 120.0,
+    metadata: tuple[tuple[str, str], ...] = (),
+) -> Answer:
     """Runs one Generate to its end."""
     answer = Answer()
-    for part in stub.Generate(request, timeout=timeout):
+    for part in stub.Generate(request, timeout=timeout, metadata=metadata):
         answer.add(part)
     assert answer.finish is not None, "an OK stream without a finish"
     return answer

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -90,30 +91,47 @@ def _service(folder: Path, *options: str, workers: int = 1) -> Iterator[Service]
     "TimePart.blame",
     "Blame.request_id",
     "Blame.duration",
+    "Blame.is_other_tenant",
 )
 def test_neighbours_long_prompt_is_found_and_blamed(tmp_path: Path) -> None:
+    """By its id for a request of the same tenant; the id of another tenant's is in the router's log alone."""
     with _service(tmp_path) as service, ThreadPoolExecutor(1) as pool:
 
-        def attempt(number: int) -> bool:
-            long = _request(f"long-{number}", 30_000, 1)
-            asked: list[Future[Answer]] = []
-            plant = lambda: asked.append(pool.submit(generate, service.stub, long))  # noqa: E731
-            mine = _beside(service.stub, _request(f"mine-{number}", 20, 400), plant)
+        def attempt(number: int, tenant: str) -> bool:
+            long, asked = _request(f"long-{tenant}-{number}", 30_000, 1), list[Future[Answer]]()
+
+            def plant() -> None:
+                asked.append(pool.submit(generate, service.stub, long, metadata=(("x-fissile-tenant", tenant),)))
+
+            mine = _beside(service.stub, _request(f"mine-{tenant}-{number}", 20, 400), plant)
             alone = _parts(asked[0].result())
             part = _parts(mine).get(Stage.OTHERS_PREFILL)
             if part is None:
                 return False
-            assert part.blame.request_id == long.request_id
+            known = "" if tenant else long.request_id
+            assert (part.blame.is_other_tenant, part.blame.request_id) == (bool(tenant), known)
             assert to_seconds(part.blame.duration) <= to_seconds(part.duration)
+            line = _line(service, f"mine-{tenant}-{number}")
+            assert {Stage.WIRE, Stage.PREFILL, Stage.DECODE} <= set(line["parts_ms"])
+            blamed = line["blamed"][Stage.OTHERS_PREFILL]
+            assert (blamed["request_id"], blamed["tenant"]) == (long.request_id, tenant)
             return to_seconds(part.duration) >= to_seconds(alone[Stage.PREFILL].duration) / 2
 
-        _until_planted(attempt)
-        lines: Callable[[], list[dict[str, Any]]] = lambda: [  # noqa: E731
-            each for each in log_entries(service.router) if each.get("request_id") == "mine-0"
-        ]
-        until(lines)
-        assert {Stage.WIRE, Stage.PREFILL, Stage.DECODE} <= set(lines()[-1]["parts_ms"])
+        for tenant in ("", "reports"):
+            _until_planted(partial(attempt, tenant=tenant))
         _check_answer_that_the_router_ends(service.stub)
+
+
+def _line(service: Service, request_id: str) -> dict[str, Any]:
+    """The line of an ended request in the router's log, once it is there."""
+    found: list[dict[str, Any]] = []
+
+    def is_there() -> bool:
+        found[:] = [each for each in log_entries(service.router) if each.get("request_id") == request_id]
+        return bool(found)
+
+    until(is_there)
+    return found[-1]
 
 
 def _check_answer_that_the_router_ends(stub: InferenceServiceStub) -> None:

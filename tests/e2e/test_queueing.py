@@ -116,7 +116,8 @@ async def test_gate_holds_prompts_and_releases_them_together() -> None:
         assert not worker.groups
         # Now the first one is older than the factor times this latency.
         worker.latency_us = 1
-        await asyncio.gather(*(collect(call) for call in calls))
+        first, *_ = await asyncio.gather(*(collect(call) for call in calls))
+        assert "gate_hold" in {part.stage for part in first[-1].finish.timings.parts}
         assert worker.groups == [4]
         assert any(lane.seqs for lane in worker.lanes)
         assert worker.lanes[-1].seqs == 0

@@ -76,8 +76,17 @@ def test_without_terminal_the_command_names_once(service: Service, admin_port: i
     assert "--once" in found.stderr
 
 
-def test_keys_look_into_a_request_and_q_restores_terminal(service: Service, screen: TerminalProgram) -> None:
-    screen.wait(lambda text: "worker-1" in text)
+def test_keys_sort_and_look_into_worker_and_request_and_q_restores_terminal(
+    service: Service, screen: TerminalProgram
+) -> None:
+    screen.wait(lambda text: "worker-1" in text and "WORKER*" in text)
+    screen.press("s")
+    screen.wait(lambda text: "STATE*" in text)
+    screen.press("\r")
+    shown = screen.wait(lambda text: "KV blocks" in text)
+    assert f"127.0.0.1:{service.workers[0].port}" in shown
+    screen.press("\x1b")
+    screen.wait(lambda text: "STATE*" in text)
     call = service.stub.Generate(request(7, 1900), timeout=600)
     next(iter(call))
     screen.wait(lambda text: "streaming" in text and "1 in flight" in text)
