@@ -177,6 +177,17 @@ def column_part(weight: GroupedWeight, columns: slice) -> GroupedWeight:
     )
 
 
+def row_part(weight: GroupedWeight, rows: slice) -> GroupedWeight:
+    """Some rows of a weight, perhaps each second one."""
+    return replace(
+        weight,
+        codes=weight.codes[rows].contiguous(),
+        scales=weight.scales[rows].contiguous(),
+        zeros=None if weight.zeros is None else weight.zeros[rows].contiguous(),
+        offsets=None if weight.offsets is None else weight.offsets[rows].contiguous(),
+    )
+
+
 def padded_rows(weight: GroupedWeight, rows: int) -> GroupedWeight:
     """The weight with rows of zeros behind it, `rows` in all."""
     more = (0, 0, 0, rows - weight.shape[0])

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,13 +28,39 @@ TYPES = {
     "F16": (1, 1, 2),
     "Q4_0": (2, 32, 18),
     "Q4_1": (3, 32, 20),
+    "Q5_0": (6, 32, 22),
+    "Q5_1": (7, 32, 24),
     "Q8_0": (8, 32, 34),
+    "Q2_K": (10, 256, 84),
+    "Q3_K": (11, 256, 110),
     "Q4_K": (12, 256, 144),
     "Q5_K": (13, 256, 176),
     "Q6_K": (14, 256, 210),
+    "IQ4_NL": (20, 32, 18),
+    "IQ4_XS": (23, 256, 136),
     "BF16": (30, 1, 2),
+    "MXFP4": (39, 32, 17),
 }
-QUANTIZED = ("Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
+# Places of a block's factors in float16. MXFP4 has a power of two in its first byte.
+FACTORS: dict[str, tuple[int, ...]] = {
+    "Q4_0": (0,),
+    "Q4_1": (0, 2),
+    "Q5_0": (0,),
+    "Q5_1": (0, 2),
+    "Q8_0": (0,),
+    "Q2_K": (80, 82),
+    "Q3_K": (108,),
+    "Q4_K": (0, 2),
+    "Q5_K": (0, 2),
+    "Q6_K": (208,),
+    "IQ4_NL": (0,),
+    "IQ4_XS": (0,),
+    "MXFP4": (),
+}
+QUANTIZED = tuple(FACTORS)
+# Numbers of the codes of IQ4_NL and IQ4_XS, and of MXFP4.
+_IQ4: Floats = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.float32)
+_FP4: Floats = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 _FORMS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 # Number of a metadata type -> the key is written with it; else ints are u32, floats f32.
 _KINDS = {"general.alignment": 4, "split.no": 2, "split.count": 2, "split.tensors.count": 5}
@@ -54,7 +80,7 @@ class GgufContent:
     """A file to write. Each part of it can be made wrong on purpose.
 
     Attributes:
-        metadata: values by key; lists are arrays of strings, of i32 or of f32.
+        metadata: values by key; lists are arrays of strings, of flags, of i32 or of f32.
         tensors: by name.
         alignment: of the tensors.
         version: of the format.
@@ -102,7 +128,7 @@ def _value(key: str, value: Any) -> bytes:
     if isinstance(value, list):
         if value and isinstance(value[0], str):
             return struct.pack("<IIQ", 9, 8, len(value)) + b"".join(map(_string, value))
-        kind = 6 if any(isinstance(each, float) for each in value) else 5
+        kind = 7 if value and isinstance(value[0], bool) else 6 if any(isinstance(one, float) for one in value) else 5
         return struct.pack(f"<IIQ{len(value)}{_FORMS[kind]}", 9, kind, len(value), *value)
     kind = 7 if isinstance(value, bool) else 6 if isinstance(value, float) else _KINDS.get(key, 4)
     return struct.pack(f"<I{_FORMS[kind]}", kind, value)
@@ -119,14 +145,21 @@ def random_blocks(kind: str, rows: int, columns: int, rng: np.random.Generator) 
     """Blocks of a matrix [rows, columns] whose values are about as large as those of a layer: uint8 [rows, B]."""
     _, numbers, size = TYPES[kind]
     blocks = rng.integers(0, 256, (rows, columns // numbers, size), dtype=np.uint8)
+    if kind == "MXFP4":
+        blocks[:, :, 0] = 126 - round(math.log2(3.0 * math.sqrt(columns))) + rng.integers(0, 2, blocks.shape[:2])
+        return blocks.reshape(rows, -1)
     # Spread of the codes times that of the scales of a block's groups.
-    spread = {"Q4_0": 4.6, "Q4_1": 4.6, "Q8_0": 74.0, "Q4_K": 4.6 * 37, "Q5_K": 9.2 * 37, "Q6_K": 18.5 * 74}[kind]
+    spread = {
+        **{"Q4_0": 4.6, "Q4_1": 4.6, "Q5_0": 9.2, "Q5_1": 9.2, "Q8_0": 74.0, "Q2_K": 1.1 * 8.8, "Q3_K": 2.3 * 18.5},
+        **{"Q4_K": 4.6 * 37, "Q5_K": 9.2 * 37, "Q6_K": 18.5 * 74, "IQ4_NL": 69.0, "IQ4_XS": 69.0 * 18.5},
+    }[kind]
     scales = (rng.uniform(0.5, 1.5, blocks.shape[:2]) / spread / math.sqrt(columns)).astype(np.float16)
-    at = 208 if kind == "Q6_K" else 0
+    at, *offset = FACTORS[kind]
     blocks[:, :, at : at + 2] = scales[..., None].view(np.uint8)
-    if kind in ("Q4_1", "Q4_K", "Q5_K"):
-        middle = {"Q4_1": -7.5, "Q4_K": 7.5, "Q5_K": 15.5}[kind]
-        blocks[:, :, 2:4] = (scales.astype(np.float32) * middle).astype(np.float16)[..., None].view(np.uint8)
+    if offset:
+        middle = {"Q4_1": -7.5, "Q5_1": -15.5, "Q2_K": 1.5, "Q4_K": 7.5, "Q5_K": 15.5}[kind]
+        offsets = (scales.astype(np.float32) * middle).astype(np.float16)
+        blocks[:, :, offset[0] : offset[0] + 2] = offsets[..., None].view(np.uint8)
     return blocks.reshape(rows, -1)
 
 
@@ -137,7 +170,10 @@ def values_of(kind: str, stored: Bytes) -> Floats:
     """
     _, numbers, size = TYPES[kind]
     blocks = stored.reshape(-1, size)
-    value = {"Q4_0": _q4, "Q4_1": _q4, "Q8_0": _q8, "Q4_K": _k, "Q5_K": _k, "Q6_K": _q6_k}[kind]
+    value = {
+        **{"Q4_0": _q4, "Q4_1": _q4, "Q5_0": _q5, "Q5_1": _q5, "Q8_0": _q8, "Q2_K": _q2_k, "Q3_K": _q3_k},
+        **{"Q4_K": _k, "Q5_K": _k, "Q6_K": _q6_k, "IQ4_NL": _iq4_nl, "IQ4_XS": _iq4_xs, "MXFP4": _mxfp4},
+    }[kind]
     return np.stack([value(kind, blocks, i) for i in range(numbers)], 1).reshape(stored.shape[0], -1)
 
 
@@ -153,6 +189,58 @@ def _q4(kind: str, blocks: Bytes, i: int) -> Floats:
     byte = blocks[:, (2 if kind == "Q4_0" else 4) + i % 16]
     code = (byte & 15 if i < 16 else byte >> 4).astype(np.float32)
     return _half(blocks, 0) * (code - 8) if kind == "Q4_0" else _half(blocks, 0) * code + _half(blocks, 2)
+
+
+def _q5(kind: str, blocks: Bytes, i: int) -> Floats:
+    at = 2 if kind == "Q5_0" else 4
+    byte = blocks[:, at + 4 + i % 16]
+    fifth = blocks[:, at + i // 8] >> (i % 8) & 1
+    code = ((byte & 15 if i < 16 else byte >> 4) + 16 * fifth).astype(np.float32)
+    return _half(blocks, 0) * (code - 16) if kind == "Q5_0" else _half(blocks, 0) * code + _half(blocks, 2)
+
+
+def _two_bits(blocks: Bytes, at: int, i: int) -> Bytes:
+    """Lowest bits of number i of 256: 32 bytes hold a part of 128 numbers, two bits of each for every 32 of them."""
+    two: Bytes = blocks[:, at + i // 128 * 32 + i % 32] >> np.uint8(2 * (i % 128 // 32)) & np.uint8(3)
+    return two
+
+
+def _q2_k(kind: str, blocks: Bytes, i: int) -> Floats:
+    both = blocks[:, i // 16]
+    factor = _half(blocks, 80) * (both & 15).astype(np.float32)
+    return factor * _two_bits(blocks, 16, i).astype(np.float32) - _half(blocks, 82) * (both >> 4).astype(np.float32)
+
+
+def _q3_k(kind: str, blocks: Bytes, i: int) -> Floats:
+    group = i // 16
+    low = blocks[:, 96 + group % 8] >> (4 if group >= 8 else 0) & 15
+    high = blocks[:, 104 + group % 4] >> (2 * (group // 4)) & 3
+    third = blocks[:, i % 32] >> (i // 32) & 1
+    factor = _half(blocks, 108) * ((low + 16 * high).astype(np.float32) - 32)
+    return factor * (_two_bits(blocks, 32, i).astype(np.float32) - np.where(third, 0, 4).astype(np.float32))
+
+
+def _iq4_nl(kind: str, blocks: Bytes, i: int) -> Floats:
+    byte = blocks[:, 2 + i % 16]
+    codes: Floats = _IQ4[byte & 15 if i < 16 else byte >> 4]
+    return _half(blocks, 0) * codes
+
+
+def _iq4_xs(kind: str, blocks: Bytes, i: int) -> Floats:
+    group = i // 32
+    low = blocks[:, 4 + group // 2] >> (4 * (group % 2)) & 15
+    high = blocks[:, 2 + group // 4] >> (2 * (group % 4)) & 3
+    byte = blocks[:, 8 + group * 16 + i % 16]
+    factor = _half(blocks, 0) * ((low + 16 * high).astype(np.float32) - 32)
+    codes: Floats = _IQ4[byte & 15 if i % 32 < 16 else byte >> 4]
+    return factor * codes
+
+
+def _mxfp4(kind: str, blocks: Bytes, i: int) -> Floats:
+    byte = blocks[:, 1 + i % 16]
+    power: Floats = np.exp2(blocks[:, 0].astype(np.float32) - 127)
+    codes: Floats = _FP4[byte & 15 if i < 16 else byte >> 4]
+    return power * codes
 
 
 def _q8(kind: str, blocks: Bytes, i: int) -> Floats:
@@ -184,8 +272,11 @@ def _q6_k(kind: str, blocks: Bytes, i: int) -> Floats:
 
 
 # transformers' model_type -> name of the architecture in GGUF.
-_ARCHITECTURES = {"qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "gemma3_text": "gemma3"}
-_PAIRED = ("llama", "granite", "smollm3")
+_ARCHITECTURES = {
+    **{"qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "gemma3_text": "gemma3", "mixtral": "llama", "olmo3": "olmo2"},
+    **{"gpt_oss": "gpt-oss", "glm4_moe": "glm4moe", "deepseek_v2": "deepseek2", "deepseek_v3": "deepseek2"},
+}
+_PAIRED = ("llama", "mixtral", "granite", "granitemoe", "smollm3")
 _NAMES = {
     "model.embed_tokens.": "token_embd.",
     "model.norm.": "output_norm.",
@@ -198,23 +289,47 @@ _NAMES = {
     "self_attn.v_proj": "attn_v",
     "self_attn.o_proj": "attn_output",
     "self_attn.qkv_proj": "attn_qkv",
+    "self_attn.q_a_proj": "attn_q_a",
+    "self_attn.q_a_layernorm": "attn_q_a_norm",
+    "self_attn.q_b_proj": "attn_q_b",
+    "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
+    "self_attn.kv_a_layernorm": "attn_kv_a_norm",
+    "self_attn.k_b": "attn_k_b.weight",
+    "self_attn.v_b": "attn_v_b.weight",
+    "self_attn.sinks": "attn_sinks.weight",
     "self_attn.q_norm": "attn_q_norm",
     "self_attn.k_norm": "attn_k_norm",
     "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
     "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
     "mlp.shared_expert.up_proj": "ffn_up_shexp",
     "mlp.shared_expert.down_proj": "ffn_down_shexp",
+    "mlp.shared_experts.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_experts.up_proj": "ffn_up_shexp",
+    "mlp.shared_experts.down_proj": "ffn_down_shexp",
+    "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
+    "mlp.router.": "ffn_gate_inp.",
+    "block_sparse_moe.gate.": "ffn_gate_inp.",
+    "block_sparse_moe.router.layer.": "ffn_gate_inp.",
+    "block_sparse_moe.w1": "ffn_gate",
+    "block_sparse_moe.w3": "ffn_up",
+    "block_sparse_moe.w2": "ffn_down",
+    ".eh_proj": ".nextn.eh_proj",
+    ".enorm": ".nextn.enorm",
+    ".hnorm": ".nextn.hnorm",
+    ".embed_tokens": ".nextn.embed_tokens",
+    ".shared_head.": ".nextn.shared_head_",
     "mlp.gate_up_proj": "ffn_up",
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
     "mlp.gate.": "ffn_gate_inp.",
 }
-_GEMMA_NAMES = {
+_POST_NORMS = {
     "post_attention_layernorm": "post_attention_norm",
     "pre_feedforward_layernorm": "ffn_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
 }
+_HAVE_POST_NORMS = ("gemma2", "gemma3_text", "olmo2", "olmo3", "glm4_moe", "gpt_oss")
 
 
 def convert(folder: Path, kind: str, seed: int = 0) -> GgufContent:
@@ -231,28 +346,61 @@ def convert(folder: Path, kind: str, seed: int = 0) -> GgufContent:
     rng = np.random.default_rng(seed)
     tensors: dict[str, GgufTensorData] = {}
     values: dict[str, torch.Tensor] = {}
-    stacked: dict[str, list[tuple[GgufTensorData, torch.Tensor]]] = {}
+    stacked: dict[str, list[GgufTensorData]] = {}
     for name, weight in load_file(folder / "model.safetensors").items():
-        made = _converted(name, weight, kind, config, rng)
-        parts = name.split(".experts.")
-        if len(parts) == 2:
-            expert, _, projection = parts[1].partition(".")
-            stacked.setdefault(f"{parts[0]}.{projection}", []).append(made)
+        split, merge = _parted(name, weight, config)
+        made = {own: _converted(own, part, kind, config, rng) for own, part in split.items()}
+        values[name] = merge(*(value for _, value in made.values())).contiguous()
+        for own, (data, _) in made.items():
+            parts = own.split(".experts.")
+            expert, _, projection = parts[-1].partition(".")
+            if len(parts) < 2 or not expert.isdigit():
+                tensors[_gguf_name(own, config)] = data
+                continue
+            stacked.setdefault(f"{parts[0]}.{projection}", []).append(data)
             assert len(stacked[f"{parts[0]}.{projection}"]) == int(expert) + 1
-        else:
-            tensors[_gguf_name(name, config)] = made[0]
-        values[name] = made[1].contiguous()
     for name, experts in stacked.items():
-        first = experts[0][0]
-        whole = b"".join(each.data for each, _ in experts)
+        first = experts[0]
+        whole = b"".join(each.data for each in experts)
         gguf_name = _gguf_name(name, config).replace(".weight", "_exps.weight")
         tensors[gguf_name] = GgufTensorData(first.kind, (len(experts), *first.shape), whole)
     save_file(values, folder / "model.safetensors", {"format": "pt"})
     return GgufContent(_metadata(config) | tokenizer_metadata(folder), tensors | _rope_tensors(config))
 
 
+Merge = Callable[..., torch.Tensor]
+
+
+def _parted(name: str, weight: torch.Tensor, config: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], Merge]:
+    """Tensors that the converter makes of one, and what makes that one of them again."""
+    prefix, _, part = name.rpartition(".")
+    layer = prefix.partition(".mlp")[0].partition(".block")[0]
+    if name.endswith("block_sparse_moe.input_linear.weight"):
+        gate, up = weight.chunk(2, -2)
+        return {f"{layer}.ffn_gate_exps.weight": gate, f"{layer}.ffn_up_exps.weight": up}, lambda *x: torch.cat(x, -2)
+    if name.endswith("block_sparse_moe.output_linear.weight"):
+        return {f"{layer}.ffn_down_exps.weight": weight}, lambda x: x
+    if part in ("gate_up_proj", "gate_up_proj_bias"):
+        kind, rows = ("bias", weight) if part.endswith("bias") else ("weight", weight.mT)
+        pair = {f"{layer}.ffn_gate_exps.{kind}": rows[:, 0::2], f"{layer}.ffn_up_exps.{kind}": rows[:, 1::2]}
+        if kind == "bias":
+            return pair, lambda *x: torch.stack(x, 2).flatten(1)
+        return pair, lambda *x: torch.stack(x, 2).flatten(1, 2).mT
+    if part == "down_proj":
+        return {f"{layer}.ffn_down_exps.weight": weight.mT}, lambda x: x.mT
+    if part == "down_proj_bias":
+        return {f"{layer}.ffn_down_exps.bias": weight}, lambda x: x
+    if name.endswith("kv_b_proj.weight"):
+        widths, rank = [config["qk_nope_head_dim"], config["v_head_dim"]], weight.shape[1]
+        keys, of_values = weight.view(-1, sum(widths), rank).split_with_sizes(widths, 1)
+        attention = name.removesuffix("kv_b_proj.weight")
+        both = {f"{attention}k_b": keys.mT, f"{attention}v_b": of_values}
+        return both, lambda k, v: torch.cat((k.mT, v), 1).reshape(-1, rank)
+    return {name: weight}, lambda x: x
+
+
 def _gguf_name(name: str, config: Mapping[str, Any]) -> str:
-    names = _GEMMA_NAMES if config["model_type"].startswith("gemma") else {}
+    names = _POST_NORMS if config["model_type"] in _HAVE_POST_NORMS else {}
     for ours, theirs in (_NAMES | names).items():
         name = name.replace(ours, theirs)
     return name
@@ -265,13 +413,14 @@ def _converted(
     heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
     paired = next((heads[part] for part in heads if f".{part}." in name), 0)
     paired = paired if config["model_type"] in _PAIRED else 0
-    is_float = weight.dim() < 2 or "mlp.gate." in name or "shared_expert_gate" in name
+    routers = ("mlp.gate.", "shared_expert_gate", "mlp.router.", "block_sparse_moe.gate.", "block_sparse_moe.router.")
+    is_float = weight.dim() < 2 or name.endswith("bias") or any(each in name for each in routers)
     kind = "F32" if is_float else kind
     if weight.shape[-1] % TYPES[kind][1]:
         kind = "F16" if weight.shape[-1] % 32 else "Q8_0"
     if kind in QUANTIZED:
-        stored = random_blocks(kind, weight.shape[0], weight.shape[1], rng)
-        values = torch.from_numpy(values_of(kind, stored))
+        stored = random_blocks(kind, math.prod(weight.shape[:-1]), weight.shape[-1], rng)
+        values = torch.from_numpy(values_of(kind, stored)).view(weight.shape)
         # Blocks are drawn as the file has them: the checkpoint's rows follow from that.
         return GgufTensorData(kind, tuple(weight.shape), stored.tobytes()), _unpaired(values, paired)
     if config["model_type"].startswith("gemma") and name.endswith("norm.weight"):
@@ -299,11 +448,12 @@ def _unpaired(weight: torch.Tensor, heads: int) -> torch.Tensor:
 def _metadata(config: Mapping[str, Any]) -> dict[str, Any]:
     architecture = _ARCHITECTURES.get(config["model_type"], config["model_type"])
     rope = _global_rope(config)
-    heads, head_dim = config["num_attention_heads"], config["head_dim"]
+    heads = config["num_attention_heads"]
+    head_dim = config.get("head_dim") or config["hidden_size"] // heads
     values: dict[str, Any] = {
         "context_length": config["max_position_embeddings"],
         "embedding_length": config["hidden_size"],
-        "block_count": config["num_hidden_layers"],
+        "block_count": config["num_hidden_layers"] + config.get("num_nextn_predict_layers", 0),
         "feed_forward_length": config["intermediate_size"],
         "attention.head_count": heads,
         "attention.head_count_kv": config["num_key_value_heads"],
@@ -314,26 +464,11 @@ def _metadata(config: Mapping[str, Any]) -> dict[str, Any]:
         "rope.dimension_count": int(head_dim * rope.get("partial_rotary_factor", 1.0)),
         "vocab_size": config["vocab_size"],
     }
-    if rope["rope_type"] in ("linear", "yarn"):
-        values |= {"rope.scaling.type": rope["rope_type"], "rope.scaling.factor": float(rope["factor"])}
-    if rope["rope_type"] in ("longrope", "yarn"):
-        values["rope.scaling.original_context_length"] = rope["original_max_position_embeddings"]
-    if rope["rope_type"] == "longrope":
-        scale = config["max_position_embeddings"] / rope["original_max_position_embeddings"]
-        original = rope["original_max_position_embeddings"]
-        factor = math.sqrt(1 + math.log(scale) / math.log(original)) if scale > 1.0 else 1.0
-        values["rope.scaling.attn_factor"] = factor
+    values |= _rope_metadata(config)
     multipliers = {"attention_multiplier": "attention.scale", "embedding_multiplier": "embedding_scale"}
     multipliers |= {"residual_multiplier": "residual_scale", "logits_scaling": "logit_scale"}
     values |= {theirs: float(config[ours]) for ours, theirs in multipliers.items() if ours in config}
-    mixtures = {
-        "num_experts": "expert_count",
-        "num_local_experts": "expert_count",
-        "num_experts_per_tok": "expert_used_count",
-    }
-    mixtures |= {"moe_intermediate_size": "expert_feed_forward_length"}
-    mixtures |= {"shared_expert_intermediate_size": "expert_shared_feed_forward_length"}
-    values |= {theirs: config[ours] for ours, theirs in mixtures.items() if ours in config}
+    values |= _mixture_metadata(config)
     if architecture == "phi3":
         values["attention.sliding_window"] = config["sliding_window"] or 0
     if architecture.startswith("gemma"):
@@ -342,9 +477,70 @@ def _metadata(config: Mapping[str, Any]) -> dict[str, Any]:
         values["attention.sliding_window_pattern"] = types.index("full_attention") + 1
         for name in ("attn_logit_softcapping", "final_logit_softcapping"):
             values |= {name: float(config[name])} if config.get(name) else {}
-    if architecture == "gemma3":
+    if architecture in ("olmo2", "gpt-oss") and config.get("sliding_window"):
+        values["attention.sliding_window"] = config["sliding_window"]
+        values["attention.sliding_window_pattern"] = [each == "sliding_attention" for each in config["layer_types"]]
+    if architecture == "deepseek2":
+        values |= _latent_metadata(config)
+    if "sliding_attention" in config["rope_parameters"]:
         values["rope.freq_base_swa"] = float(config["rope_parameters"]["sliding_attention"]["rope_theta"])
     return {"general.architecture": architecture} | {f"{architecture}.{key}": each for key, each in values.items()}
+
+
+def _mixture_metadata(config: Mapping[str, Any]) -> dict[str, Any]:
+    names = {
+        **{"num_experts": "expert_count", "num_local_experts": "expert_count", "n_routed_experts": "expert_count"},
+        "num_experts_per_tok": "expert_used_count",
+        "moe_intermediate_size": "expert_feed_forward_length",
+        "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
+        **{"n_group": "expert_group_count", "topk_group": "expert_group_used_count"},
+        **{"n_shared_experts": "expert_shared_count", "first_k_dense_replace": "leading_dense_block_count"},
+    }
+    values = {theirs: config[ours] for ours, theirs in names.items() if config.get(ours) is not None}
+    kind = config["model_type"]
+    if kind == "gpt_oss":
+        values["expert_feed_forward_length"] = config["intermediate_size"]
+    if kind in ("glm4_moe", "deepseek_v2", "deepseek_v3"):
+        values["expert_weights_scale"] = float(config["routed_scaling_factor"])
+        values["expert_gating_func"] = 1 if kind == "deepseek_v2" else 2
+        if config["norm_topk_prob"]:
+            values["expert_weights_norm"] = True
+        if config.get("num_nextn_predict_layers"):
+            values["nextn_predict_layers"] = config["num_nextn_predict_layers"]
+    return values
+
+
+def _latent_metadata(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The latent as one key and value head for all, and the widths of a head beside it."""
+    rotated, latent = config["qk_rope_head_dim"], config["kv_lora_rank"]
+    values = {
+        "attention.head_count_kv": 1,
+        "attention.key_length": latent + rotated,
+        "attention.value_length": latent,
+        "attention.key_length_mla": config["qk_nope_head_dim"] + rotated,
+        "attention.value_length_mla": config["v_head_dim"],
+        "attention.kv_lora_rank": latent,
+        "rope.dimension_count": rotated,
+    }
+    if config["q_lora_rank"] is not None:
+        values["attention.q_lora_rank"] = config["q_lora_rank"]
+    return values
+
+
+def _rope_metadata(config: Mapping[str, Any]) -> dict[str, Any]:
+    rope, values = _global_rope(config), dict[str, Any]()
+    if rope["rope_type"] in ("linear", "yarn"):
+        values |= {"rope.scaling.type": rope["rope_type"], "rope.scaling.factor": float(rope["factor"])}
+    if rope["rope_type"] in ("longrope", "yarn"):
+        values["rope.scaling.original_context_length"] = rope["original_max_position_embeddings"]
+    if rope.get("mscale_all_dim"):
+        values["rope.scaling.yarn_log_multiplier"] = 0.1 * rope["mscale_all_dim"]
+    if rope["rope_type"] == "longrope":
+        scale = config["max_position_embeddings"] / rope["original_max_position_embeddings"]
+        original = rope["original_max_position_embeddings"]
+        factor = math.sqrt(1 + math.log(scale) / math.log(original)) if scale > 1.0 else 1.0
+        values["rope.scaling.attn_factor"] = factor
+    return values
 
 
 def _global_rope(config: Mapping[str, Any]) -> Mapping[str, Any]:

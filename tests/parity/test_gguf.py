@@ -29,6 +29,15 @@ LLAMA3 = {
     "original_max_position_embeddings": 64,
 }
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128}
+LOCAL = {"rope_type": "default", "rope_theta": 500.0}
+LATENT: dict[str, Any] = {
+    "num_key_value_heads": 8,
+    "moe_intermediate_size": 256,
+    "kv_lora_rank": 256,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 32,
+}
 # A file -> architecture and shape of the checkpoint, type of the file's matrices.
 FILES: dict[str, tuple[str, dict[str, Any], str]] = {
     **{f"llama-{kind}": ("llama", {}, kind) for kind in QUANTIZED},
@@ -42,9 +51,29 @@ FILES: dict[str, tuple[str, dict[str, Any], str]] = {
     "gemma2": ("gemma2", {"query_pre_attn_scalar": 32, "num_hidden_layers": 3}, "Q4_K"),
     "gemma3": ("gemma3_text", {"num_hidden_layers": 4}, "Q5_K"),
     "smollm3": ("smollm3", {"num_hidden_layers": 5, "no_rope_layer_interval": 4}, "Q4_1"),
+    "mixtral": ("mixtral", {"intermediate_size": 256}, "Q4_K"),
+    "granite-moe": ("granitemoe", {"intermediate_size": 256}, "Q4_K"),
+    "olmo2": ("olmo2", {}, "Q5_0"),
+    "olmo3": (
+        "olmo3",
+        {"num_hidden_layers": 5, "rope_parameters": {"full_attention": YARN, "sliding_attention": LOCAL}},
+        "Q3_K",
+    ),
+    "gpt-oss": ("gpt_oss", {"intermediate_size": 256}, "MXFP4"),
+    "gpt-oss-floats": ("gpt_oss", {"tie_word_embeddings": False}, "F16"),
+    "glm4-moe": ("glm4_moe", {"moe_intermediate_size": 256, "use_qk_norm": True}, "Q4_K"),
+    "deepseek-v2": ("deepseek_v2", LATENT | {"n_group": 1, "topk_group": 1, "topk_method": "greedy"}, "Q4_K"),
+    "deepseek-v3-yarn": (
+        "deepseek_v3",
+        LATENT | {"rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 0.7}},
+        "Q5_K",
+    ),
     "phi3-longrope-partial": ("phi3", {"rope_parameters": longrope(12, partial_rotary_factor=0.75)}, "Q4_K"),
 }
-KEPT = {"llama-Q4_K", "llama-Q6_K", "llama-rope-freqs-untied", "qwen2-yarn", "qwen3-moe", "gemma3"}
+KEPT = {
+    *("llama-Q4_K", "llama-Q6_K", "llama-Q5_0", "llama-Q3_K", "llama-rope-freqs-untied", "qwen2-yarn", "qwen3-moe"),
+    *("gemma3", "gpt-oss", "deepseek-v3-yarn"),
+}
 
 
 @pytest.fixture(scope="module", params=slow_but(KEPT, list(FILES)))

@@ -35,6 +35,8 @@ _KNOWN: Final = frozenset(
     )
 )
 _SOFTMAX: Final = 1
+_SIGMOID: Final = 2
+_WINDOW: Final = "attention.sliding_window"
 # Types in which a file may store all of its weights -> dtype of the model.
 _DTYPES: Final = {frozenset(("F32",)): "float32", frozenset(("F16",)): "float16", frozenset(("F32", "F16")): "float16"}
 
@@ -64,6 +66,32 @@ class _Entries:
         if value is None:
             raise UnreadableFileError(f"{self.model.path} has no {key}")
         return value
+
+    def has(self, name: str) -> bool:
+        """True if there is such an entry; does not count as reading it."""
+        return self._prefix + name in self.model.metadata
+
+    def flags(self, name: str) -> list[bool]:
+        """Reads a list with a flag for each layer; empty if the entry is something else, or absent."""
+        if not isinstance(self.model.metadata.get(self._prefix + name), GgufArray):
+            return []
+        self._read.add(name)
+        return [bool(each) for each in self.model.numbers(self._prefix + name)]
+
+    def fault(self, what: str) -> UnreadableFileError:
+        """Error about the model's metadata."""
+        return UnreadableFileError(f"{self.model.path}: {what}")
+
+    def number(self, name: str, default: float) -> float:
+        """Reads a number.
+
+        Raises:
+            UnreadableFileError: it is something else.
+        """
+        value = self.get(name, default)
+        if type(value) not in (int, float):
+            raise self.fault(f"{self._prefix}{name} is {printable(repr(value))}; it must be a number")
+        return float(value)
 
     def count(self, name: str, default: int | None = None) -> int:
         """Reads a positive whole number.
@@ -119,7 +147,8 @@ def _common(entries: _Entries) -> dict[str, Any]:
         raise UnreadableFileError(f"{model.path} has no tensor token_embd.weight")
     hidden, heads = entries.count("embedding_length"), entries.count("attention.head_count")
     head_dim = entries.count("attention.key_length", hidden // heads)
-    if entries.count("attention.value_length", head_dim) != head_dim:
+    # Latent attention has values of another width than keys.
+    if not entries.has("attention.kv_lora_rank") and entries.count("attention.value_length", head_dim) != head_dim:
         raise UnreadableFileError(f"{model.path}: attention.value_length differs from attention.key_length")
     if entries.get("attention.causal", True) is not True:
         raise UnreadableFileError(f"{model.path}: attention.causal is false, which is not supported")
@@ -187,10 +216,15 @@ def _whole_heads(entries: _Entries, config: dict[str, Any]) -> None:
 
 def _llama(entries: _Entries, config: dict[str, Any]) -> dict[str, Any]:
     _whole_heads(entries, config)
-    for name in ("expert_count", "expert_used_count"):
-        if entries.get(name, 0):
-            raise UnreadableFileError(f"{entries.model.path}: llama.{name} is not 0; mixtures are not supported here")
-    return {"model_type": "llama"}
+    if not entries.get("expert_count", 0) and not entries.get("expert_used_count", 0):
+        return {"model_type": "llama"}
+    return {
+        "architectures": ["MixtralForCausalLM"],
+        "model_type": "mixtral",
+        "num_local_experts": entries.count("expert_count"),
+        "num_experts_per_tok": entries.count("expert_used_count"),
+        "sliding_window": None,
+    }
 
 
 def _qwen2(entries: _Entries, config: dict[str, Any]) -> dict[str, Any]:
@@ -206,7 +240,7 @@ def _qwen3(entries: _Entries, config: dict[str, Any]) -> dict[str, Any]:
 def _mixture(entries: _Entries, config: dict[str, Any]) -> dict[str, Any]:
     _whole_heads(entries, config)
     if entries.get("expert_gating_func", _SOFTMAX) != _SOFTMAX:
-        raise UnreadableFileError(f"{entries.model.path}: expert_gating_func must be {_SOFTMAX}, softmax")
+        raise entries.fault(f"expert_gating_func must be {_SOFTMAX}, softmax")
     return {
         "num_experts": entries.count("expert_count"),
         "num_experts_per_tok": entries.count("expert_used_count"),
@@ -227,19 +261,22 @@ def _qwen3moe(entries: _Entries, config: dict[str, Any]) -> dict[str, Any]:
     return _mixture(entries, config) | {"model_type": "qwen3_moe", "norm_topk_prob": True}
 
 
+def _part(rotated: int, head_dim: int) -> float:
+    """`partial_rotary_factor` of which that many dimensions of a head follow."""
+    factor = min(rotated, head_dim) / head_dim
+    return factor if int(head_dim * factor) >= min(rotated, head_dim) else math.nextafter(factor, 1.0)
+
+
 def _phi3(entries: _Entries, config: dict[str, Any]) -> dict[str, Any]:
     head_dim, rope = config["head_dim"], dict(config["rope_parameters"])
-    rotated = min(entries.count("rope.dimension_count", head_dim), head_dim)
-    rope["partial_rotary_factor"] = rotated / head_dim
-    if int(head_dim * rope["partial_rotary_factor"]) < rotated:
-        rope["partial_rotary_factor"] = math.nextafter(rotated / head_dim, 1.0)
+    rope["partial_rotary_factor"] = _part(entries.count("rope.dimension_count", head_dim), head_dim)
     longs = entries.model.floats("rope_factors_long.weight")
     factor = entries.get("rope.scaling.attn_factor", 1.0)
     if longs:
         rope |= {"rope_type": "longrope", "attention_factor": _rounded(factor), "long_factor": longs}
         rope["short_factor"] = entries.model.floats("rope_factors_short.weight")
         rope["original_max_position_embeddings"] = entries.count("rope.scaling.original_context_length")
-    window = entries.get("attention.sliding_window", 0)
+    window = entries.get(_WINDOW, 0)
     return {"model_type": "phi3", "rope_parameters": rope, "sliding_window": window or None}
 
 
@@ -248,6 +285,14 @@ def _granite(entries: _Entries, config: dict[str, Any]) -> dict[str, Any]:
     names = {"attention_multiplier": "attention.scale", "embedding_multiplier": "embedding_scale"}
     names |= {"residual_multiplier": "residual_scale", "logits_scaling": "logit_scale"}
     return {"model_type": "granite"} | {name: _rounded(entries.get(key)) for name, key in names.items()}
+
+
+def _granitemoe(entries: _Entries, config: dict[str, Any]) -> dict[str, Any]:
+    if entries.get("expert_shared_feed_forward_length", 0):
+        raise entries.fault("granitemoe.expert_shared_feed_forward_length is not 0, which is not supported")
+    mixture = {"num_local_experts": "expert_count", "num_experts_per_tok": "expert_used_count"}
+    counts = {name: entries.count(key) for name, key in mixture.items()}
+    return _granite(entries, config) | {"model_type": "granitemoe"} | counts
 
 
 def _smollm3(entries: _Entries, config: dict[str, Any]) -> dict[str, Any]:
@@ -269,17 +314,23 @@ def _gemma(entries: _Entries, config: dict[str, Any], largest: int) -> dict[str,
 
 
 def _layer_types(entries: _Entries, config: dict[str, Any], pattern: int) -> list[str]:
-    """Layers with a sliding window, all but each last one of `pattern` layers."""
-    pattern = entries.count("attention.sliding_window_pattern", pattern)
-    layers = range(1, min(config["num_hidden_layers"], MAX_MODEL_LAYERS) + 1)
-    return ["sliding_attention" if layer % pattern else "full_attention" for layer in layers]
+    """Layers with a sliding window: from a list, or all but each last one of `pattern` layers."""
+    name = f"{_WINDOW}_pattern"
+    count = min(config["num_hidden_layers"], MAX_MODEL_LAYERS)
+    slides = entries.flags(name)
+    if not slides:
+        pattern = entries.count(name, pattern)
+        slides = [layer % pattern > 0 for layer in range(1, count + 1)]
+    if len(slides) < count:
+        raise entries.fault(f"{name} lists {len(slides)} of {count} layers")
+    return ["sliding_attention" if each else "full_attention" for each in slides[:count]]
 
 
 def _gemma2(entries: _Entries, config: dict[str, Any]) -> dict[str, Any]:
     _whole_heads(entries, config)
     return {
         "model_type": "gemma2",
-        "sliding_window": entries.count("attention.sliding_window"),
+        "sliding_window": entries.count(_WINDOW),
         "layer_types": _layer_types(entries, config, 2),
         "attn_logit_softcapping": entries.get("attn_logit_softcapping", 0.0) or None,
         **_gemma(entries, config, 46),
@@ -291,10 +342,107 @@ def _gemma3(entries: _Entries, config: dict[str, Any]) -> dict[str, Any]:
     local = {"rope_type": "default", "rope_theta": _rounded(entries.get("rope.freq_base_swa", 10000.0))}
     return {
         "model_type": "gemma3_text",
-        "sliding_window": entries.count("attention.sliding_window"),
+        "sliding_window": entries.count(_WINDOW),
         "layer_types": _layer_types(entries, config, 6),
         "rope_parameters": {"full_attention": config["rope_parameters"], "sliding_attention": local},
         **_gemma(entries, config, 62),
+    }
+
+
+def _olmo2(entries: _Entries, config: dict[str, Any]) -> dict[str, Any]:
+    """OLMo 2, or OLMo 3, which has windows; rope is scaled in layers without one alone."""
+    _whole_heads(entries, config)
+    if not entries.get(_WINDOW, 0):
+        return {"model_type": "olmo2"}
+    theta = config["rope_parameters"]["rope_theta"]
+    local = {"rope_type": "default", "rope_theta": _rounded(entries.get("rope.freq_base_swa", theta))}
+    return {
+        "architectures": ["Olmo3ForCausalLM"],
+        "model_type": "olmo3",
+        "sliding_window": entries.count(_WINDOW),
+        "layer_types": _layer_types(entries, config, 4),
+        "rope_parameters": {"full_attention": config["rope_parameters"], "sliding_attention": local},
+    }
+
+
+def _gpt_oss(entries: _Entries, config: dict[str, Any]) -> dict[str, Any]:
+    """gpt-oss does not round the borders of yarn, and no entry says so."""
+    _whole_heads(entries, config)
+    rope = config["rope_parameters"]
+    return {
+        "model_type": "gpt_oss",
+        "intermediate_size": entries.count("expert_feed_forward_length"),
+        "num_local_experts": entries.count("expert_count"),
+        "num_experts_per_tok": entries.count("expert_used_count"),
+        "sliding_window": entries.count(_WINDOW),
+        "layer_types": _layer_types(entries, config, 2),
+        "rope_parameters": rope | {"truncate": False} if rope["rope_type"] == "yarn" else rope,
+    }
+
+
+def _grouped(entries: _Entries, config: dict[str, Any]) -> dict[str, Any]:
+    """Dense layers first, then mixtures with shared experts, then layers that draft."""
+    drafts = entries.get("nextn_predict_layers", 0)
+    if type(drafts) is not int or not 0 <= drafts < config["num_hidden_layers"]:
+        raise entries.fault(f"nextn_predict_layers is {printable(str(drafts))}, not fewer than block_count")
+    return {
+        "num_hidden_layers": config["num_hidden_layers"] - drafts,
+        "num_nextn_predict_layers": drafts,
+        "first_k_dense_replace": entries.get("leading_dense_block_count", 0),
+        "n_routed_experts": entries.count("expert_count"),
+        "num_experts_per_tok": entries.count("expert_used_count"),
+        "n_shared_experts": entries.count("expert_shared_count"),
+        "moe_intermediate_size": entries.count("expert_feed_forward_length"),
+        "routed_scaling_factor": _rounded(entries.get("expert_weights_scale", 1.0)),
+        "norm_topk_prob": entries.get("expert_weights_norm", False),
+        "n_group": entries.count("expert_group_count", 1),
+        "topk_group": entries.count("expert_group_used_count", 1),
+    }
+
+
+def _glm4moe(entries: _Entries, config: dict[str, Any]) -> dict[str, Any]:
+    if entries.get("expert_gating_func", _SIGMOID) != _SIGMOID:
+        raise entries.fault(f"expert_gating_func must be {_SIGMOID}, sigmoid")
+    rotated = entries.count("rope.dimension_count", config["head_dim"])
+    rope = config["rope_parameters"] | {"partial_rotary_factor": _part(rotated, config["head_dim"])}
+    own = {"model_type": "glm4_moe", "use_qk_norm": "blk.0.attn_q_norm.weight" in entries.model.tensors}
+    return _grouped(entries, config) | own | {"rope_parameters": rope}
+
+
+def _deepseek2(entries: _Entries, config: dict[str, Any]) -> dict[str, Any]:
+    """DeepSeek-V2, or V3's form: experts scored by sigmoid, with a bias for their choice."""
+    has_bias = any(name.endswith(".exp_probs_b.bias") for name in entries.model.tensors)
+    gating = entries.get("expert_gating_func", _SIGMOID if has_bias else _SOFTMAX)
+    if gating not in (_SOFTMAX, _SIGMOID):
+        raise entries.fault(f"expert_gating_func must be {_SOFTMAX}, softmax, or {_SIGMOID}, sigmoid")
+    rope = dict(config["rope_parameters"])
+    rotated = entries.count("rope.dimension_count")
+    mscale = _rounded(10.0 * entries.number("rope.scaling.yarn_log_multiplier", 0.0))
+    if mscale and rope["rope_type"] == "yarn":
+        rope |= {"mscale": mscale, "mscale_all_dim": mscale}
+    lengths = {name: entries.count(f"attention.{name}_length") for name in ("key", "value")}
+    width, value_width = (entries.count(f"attention.{name}_length_mla", each) for name, each in lengths.items())
+    if width <= rotated:
+        raise entries.fault(f"rope.dimension_count is {rotated}; keys have only {width} numbers")
+    mixture = _grouped(entries, config)
+    own = {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3"}
+    if gating == _SOFTMAX:
+        method = "group_limited_greedy" if mixture["n_group"] > 1 else "greedy"
+        own = {"architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "topk_method": method}
+    is_plain = "blk.0.attn_q.weight" in entries.model.tensors
+    rank = entries.get("attention.q_lora_rank", 0)
+    return {
+        **mixture,
+        **own,
+        "num_key_value_heads": config["num_attention_heads"],
+        "head_dim": rotated,
+        "q_lora_rank": None if is_plain else rank or entries.count("attention.q_lora_rank"),
+        "kv_lora_rank": entries.count("attention.kv_lora_rank"),
+        "qk_rope_head_dim": rotated,
+        "qk_nope_head_dim": width - rotated,
+        "v_head_dim": value_width,
+        "attention_bias": False,
+        "rope_parameters": rope,
     }
 
 
@@ -309,5 +457,10 @@ _ARCHITECTURES: Final[Mapping[str, tuple[str, Settings]]] = {
     "gemma2": ("Gemma2ForCausalLM", _gemma2),
     "gemma3": ("Gemma3ForCausalLM", _gemma3),
     "granite": ("GraniteForCausalLM", _granite),
+    "granitemoe": ("GraniteMoeForCausalLM", _granitemoe),
     "smollm3": ("SmolLM3ForCausalLM", _smollm3),
+    "olmo2": ("Olmo2ForCausalLM", _olmo2),
+    "gpt-oss": ("GptOssForCausalLM", _gpt_oss),
+    "glm4moe": ("Glm4MoeForCausalLM", _glm4moe),
+    "deepseek2": ("DeepseekV3ForCausalLM", _deepseek2),
 }

@@ -25,31 +25,69 @@ _UNUSED: Final = 5
 _SPACE: Final = "\u2581"
 # Control tokens that end a turn, beside those that metadata names: llama.cpp ends at them too.
 _ENDS: Final = frozenset(
-    ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>", "<|end_of_text|>", "</s>")
+    (
+        *("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>", "<|end_of_text|>"),
+        *("</s>", "<|return|>", "<|call|>", "[EOT]", "[EOS]", "<\uff5cend\u2581of\u2581sentence\uff5c>"),
+    )
 )
+# gpt-oss ends each message of a turn with <|end|>, and the turn with one of these.
+_HARMONY: Final = ("<|return|>", "<|call|>")
 
 _CONTRACTIONS: Final = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _REST: Final = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _LLAMA3: Final = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{_REST}"
-_QWEN2: Final = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}|{_REST}"
+QWEN2_PATTERN: Final = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}|{_REST}"
+_BEGIN_OF_WORD: Final = r"[^\r\n\p{L}\p{N}]?"
+_NO_HAN: Final = ("[\\p{Lu}\\p{Lt}\\p{Lm}\\p{Lo}\\p{M}&&[^\\p{Han}]]", "[\\p{Ll}\\p{Lm}\\p{Lo}\\p{M}&&[^\\p{Han}]]")
+KIMI_PATTERN: Final = (
+    rf"[\p{{Han}}]+|{_BEGIN_OF_WORD}{_NO_HAN[0]}*{_NO_HAN[1]}+{_CONTRACTIONS}?"
+    rf"|{_BEGIN_OF_WORD}{_NO_HAN[0]}+{_NO_HAN[1]}*{_CONTRACTIONS}?|\p{{N}}{{1,3}}|{_REST}"
+)
 _UPPER: Final = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
 _LOWER: Final = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _SLASHES: Final = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _TEKKEN: Final = rf"{_UPPER}*{_LOWER}+|{_UPPER}+{_LOWER}*|\p{{N}}|{_SLASHES}"
 _GPT4O: Final = rf"{_UPPER}*{_LOWER}+{_CONTRACTIONS}?|{_UPPER}+{_LOWER}*{_CONTRACTIONS}?|\p{{N}}{{1,3}}|{_SLASHES}"
+# Letters that DeepSeek's first models keep together.
+_LETTERS: Final = (
+    "µÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ"
+    "-ᴫᵫ-ᵷᵹ-ᶚḀ-ἕἘ-Ἕἠ-ὅὈ-Ὅὐ-ὗὙὛὝὟ-ώᾀ-ᾴᾶ-ᾼιῂ-ῄῆ-ῌῐ-ΐῖ-Ίῠ-Ῥῲ-ῴῶ-ῼℂℇℊ-ℓℕℙ"
+    "-ℝℤΩℨK-ℭℯ-ℴℹℼ-ℿⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳꙀ-ꙭꚀ-ꚛꜢ-ꝯꝱ-ꞇꞋ-ꞎꭰ-ꮿﬀ-ﬆﬓ-ﬗＡ-Ｚａ-ｚ𐐀-"
+    "𐑏𐒰-𐓓𐓘-𐓻𐲀-𐲲𐳀-𐳲𑢠-𑣟𞤀-𞥃"
+)
+_HAN: Final = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
+_KANA: Final = "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+"
+_DEEPSEEK_LLM: Final = (
+    *("[\r\n]", rf"\s?[A-Za-z{_LETTERS}]+", "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+"),
+    *(r"\s+$", _HAN, r"\p{N}"),
+)
+_DEEPSEEK_CODER: Final = ("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _HAN, r"\p{N}")
+_DEEPSEEK3: Final = (
+    *(r"\p{N}{1,3}", _KANA),
+    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
+    r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+)
 _GPT2: Final = "gpt-2"
 _DIGITS: Final = "digits"
-# `tokenizer.ggml.pre` -> how a text is cut: a regular expression, GPT-2's, or that behind single digits.
-_PIECES: Final = (
-    {_GPT2: _GPT2}
-    | dict.fromkeys(("starcoder", "refact", "smollm", "command-r"), _DIGITS)
-    | dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "smaug-bpe", "dbrx"), _LLAMA3)
-    | dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), _QWEN2)
-    | {"tekken": _TEKKEN}
-    | dict.fromkeys(("gpt-4o", "llama4"), _GPT4O)
-)
-# Have a token before each text unless metadata says otherwise; a piece that is a token is not built from merges.
-_BEGIN: Final = frozenset(("llama3", "llama-v3", "llama-bpe", "falcon3", "tekken"))
+# `tokenizer.ggml.pre` -> how a text is cut: by regular expressions, one after the other, as GPT-2 does, or so behind
+# single digits.
+_PIECES: Final[Mapping[str, tuple[str, ...]]] = {
+    **dict.fromkeys((_GPT2, "gigachat", "mellum", "trillion"), (_GPT2,)),
+    **dict.fromkeys(("starcoder", "refact", "smollm", "command-r", "minerva-7b"), (_DIGITS,)),
+    **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "midm-2.0"), (_LLAMA3,)),
+    **dict.fromkeys(("smaug-bpe", "dbrx", "glm4", "chatglm-bpe"), (_LLAMA3,)),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), (QWEN2_PATTERN,)),
+    "tekken": (_TEKKEN,),
+    **dict.fromkeys(("gpt-4o", "llama4", "kanana2"), (_GPT4O,)),
+    "deepseek-llm": _DEEPSEEK_LLM,
+    "deepseek-coder": _DEEPSEEK_CODER,
+    "deepseek-v3": _DEEPSEEK3,
+    "kimi-k2": (KIMI_PATTERN,),
+}
+# Have a token before each text unless metadata says otherwise.
+_BEGIN: Final = frozenset(("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "midm-2.0", "tekken"))
+# A piece that is a token is not built from merges.
+_IGNORE_MERGES: Final = _BEGIN | {"glm4", "kimi-k2"}
 _BYTE_LEVEL: Final = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
 _ROLES: Final = {
     "bos_token": "bos_token_id",
@@ -93,7 +131,8 @@ def end_ids(model: GgufModel) -> list[int]:
     of_metadata = [model.metadata.get(f"{_PREFIX}{name}_token_id") for name in ("eos", "eot", "eom")]
     ids = [id for id in of_metadata if type(id) is int and 0 <= id < len(tokens)]
     types = _types(model, len(tokens))
-    ids += [id for id, token in enumerate(tokens) if token in _ENDS and types[id] == _CONTROL]
+    ends = _ENDS - {"<|end|>"} if set(_HARMONY) <= set(tokens) else _ENDS
+    ids += [id for id, token in enumerate(tokens) if token in ends and types[id] == _CONTROL]
     return list(dict.fromkeys(ids))
 
 
@@ -166,20 +205,24 @@ def _byte_level(model: GgufModel, tokens: list[str]) -> dict[str, Any]:
         "pre_tokenizer": _pre_tokenizer(_PIECES[str(pre)]),
         "post_processor": _post_processor(model, tokens, begins=pre in _BEGIN, other=_BYTE_LEVEL),
         "decoder": _BYTE_LEVEL,
-        "model": _bpe(vocab, _merges(model, vocab), ignore_merges=pre in _BEGIN),
+        "model": _bpe(vocab, _merges(model, vocab), ignore_merges=pre in _IGNORE_MERGES),
     }
 
 
-def _pre_tokenizer(pieces: str) -> dict[str, Any]:
-    if pieces == _GPT2:
+def _pre_tokenizer(pieces: tuple[str, ...]) -> dict[str, Any]:
+    if pieces == (_GPT2,):
         return _BYTE_LEVEL | {"use_regex": True}
-    first: dict[str, Any] = {"type": "Digits", "individual_digits": True}
-    if pieces != _DIGITS:
-        first = {"type": "Split", "pattern": {"Regex": pieces}, "behavior": "Isolated", "invert": False}
-    return {"type": "Sequence", "pretokenizers": [first, _BYTE_LEVEL | {"use_regex": pieces == _DIGITS}]}
+    split: dict[str, Any] = {"type": "Split", "behavior": "Isolated", "invert": False}
+    first = [split | {"pattern": {"Regex": each}} for each in pieces]
+    if pieces == (_DIGITS,):
+        first = [{"type": "Digits", "individual_digits": True}]
+    last = _BYTE_LEVEL | {"use_regex": pieces == (_DIGITS,)}
+    return {"type": "Sequence", "pretokenizers": [*first, last]}
 
 
 def _merges(model: GgufModel, vocab: Mapping[str, int]) -> list[list[str]]:
+    if f"{_PREFIX}merges" not in model.metadata and model.metadata.get(f"{_PREFIX}model") == "gpt2":
+        raise UnreadableFileError(f"{model.path} has no {_PREFIX}merges; convert the model again")
     merges = [merge.split(" ") for merge in model.strings(f"{_PREFIX}merges")]
     for merge in merges:
         if len(merge) != 2 or any(part not in vocab for part in (*merge, "".join(merge))):

@@ -23,6 +23,7 @@ from common.limits import MAX_GGUF_TOKEN_BYTES, MAX_TOKEN_IDS, MAX_TOKENIZER_BYT
 from common.text.deferred_torch import deferred_torch
 from common.text.detokenizer import BYTE_LEVEL
 from common.text.tokenizer import TokenizerError
+from worker.config.gguf_tokenizer import KIMI_PATTERN, QWEN2_PATTERN
 
 _SETTINGS: Final = "tokenizer_config.json"
 # A class of transformers that takes tokenizer.json as it is.
@@ -31,18 +32,8 @@ _BPE: Final = 2
 _UNIGRAM: Final = 1
 _CONTROL_PIECE: Final = 3
 _CHARS: Final = {byte: char for char, byte in BYTE_LEVEL.items()}
-_CONTRACTIONS: Final = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_OTHERS: Final = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_BEGIN: Final = r"[^\r\n\p{L}\p{N}]?"
-_UPPER: Final = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
-_LOWER: Final = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
-_KIMI: Final = (
-    rf"[\p{{Han}}]+|{_BEGIN}{_UPPER}*{_LOWER}+{_CONTRACTIONS}?|{_BEGIN}{_UPPER}+{_LOWER}*{_CONTRACTIONS}?"
-    rf"|\p{{N}}{{1,3}}|{_OTHERS}"
-)
-_QWEN: Final = rf"{_CONTRACTIONS}|{_BEGIN}\p{{L}}+|\p{{N}}|{_OTHERS}"
 # Classes of tokenizers whose code has the pattern that cuts a text. A file of tiktoken has the ranks alone.
-_PATTERNS: Final = {"TikTokenTokenizer": _KIMI, "QWenTokenizer": _QWEN}
+_PATTERNS: Final = {"TikTokenTokenizer": KIMI_PATTERN, "QWenTokenizer": QWEN2_PATTERN}
 # Special tokens behind the ranks. Kimi's have names in tokenizer_config.json, Qwen's first model's in its code.
 _NUM_RESERVED: Final = {"TikTokenTokenizer": 256}
 _QWEN_SPECIAL: Final = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", *(f"<|extra_{i}|>" for i in range(205)))

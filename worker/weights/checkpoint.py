@@ -221,7 +221,7 @@ def load_weights(
     """
     gguf = _gguf(Path(folder))
     if gguf is not None:
-        return Weights(find_gguf_tensors(gguf, expected), progress)
+        return Weights(find_gguf_tensors(gguf, expected, optional, kept), progress)
     entries: dict[str, Entry] = {}
     for file in _files(Path(folder)):
         entries.update(read_entries(file))

@@ -7,11 +7,11 @@ norms. Here each is undone: a row is stored whole, so reordering rows keeps the 
 from __future__ import annotations
 
 import math
-import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Final
+from types import MappingProxyType
+from typing import Final, Protocol
 
 import torch
 
@@ -19,75 +19,62 @@ from common.limits import MAX_MODEL_EXPERTS
 from kernels.grouped_weight import GroupedWeight
 from worker.config.gguf_file import BLOCKS, GgufArray, GgufModel, GgufTensor, printable
 from worker.config.model_config import ModelError
+from worker.weights.gguf_names import LAYER, PAIRED, SHIFTED, TOP, Join, LayerNames
 from worker.weights.grouped_tensors import GroupedTensor
+from worker.weights.joined_tensors import FlatMatrices, JoinedFloats, JoinedGroups, RowOrder
 from worker.weights.safetensors_file import DTYPES, Entry, Shape
 from worker.weights.stored_tensors import PIECE_NUMBERS, Files, FloatTensor, Index, StoredTensor
 from worker.weights.tensor_index import some
 
 _FLOATS: Final = ("F32", "F16", "BF16")
-_LAYER: Final = re.compile(r"blk\.(\d{1,4})\.([a-z0-9_]+)\.(weight|bias)")
-_TOP: Final = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-_PARTS: Final = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_qkv": "self_attn.qkv_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-    "ffn_gate_inp": "mlp.gate",
-    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
-    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
-    "ffn_up_shexp": "mlp.shared_expert.up_proj",
-    "ffn_down_shexp": "mlp.shared_expert.down_proj",
-}
-_EXPERTS: Final = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
-# Names of an architecture that differ from those above.
-_GEMMA: Final = {
-    "post_attention_norm": "post_attention_layernorm",
-    "ffn_norm": "pre_feedforward_layernorm",
-    "post_ffw_norm": "post_feedforward_layernorm",
-}
-_OWN_PARTS: Final = {"phi3": {"ffn_up": "mlp.gate_up_proj"}, "gemma2": _GEMMA, "gemma3": _GEMMA}
-# Architectures whose norms are stored with 1 added.
-_SHIFTED: Final = ("gemma2", "gemma3")
-# Architectures whose queries and keys are stored in pairs of rows that rotate together -> metadata with the heads.
-_PAIRED: Final = ("llama", "granite", "smollm3")
 _HEADS: Final = {"attn_q": "head_count", "attn_k": "head_count_kv"}
+# Types whose scales are shared by 16 columns; of the others by 32.
+_SMALL_GROUPS: Final = ("Q2_K", "Q3_K", "Q6_K")
+# Numbers of the 16 codes of IQ4_NL and IQ4_XS, and twice those of MXFP4, as codes of 8 bits around 128.
+_IQ4: Final = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+_FP4: Final = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+_IQ4_CODES, _FP4_CODES = (torch.tensor([128 + each for each in one], dtype=torch.uint8) for one in (_IQ4, _FP4))
 # Read with the settings (worker/config/gguf_config.py).
 _SETTINGS: Final = frozenset(("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"))
 
 
-def find_gguf_tensors(model: GgufModel, expected: Mapping[str, Shape]) -> dict[str, StoredTensor]:
+def find_gguf_tensors(
+    model: GgufModel,
+    expected: Mapping[str, Shape],
+    optional: Mapping[str, Shape] = MappingProxyType({}),
+    kept: tuple[str, ...] = (),
+) -> dict[str, StoredTensor]:
     """Finds each expected tensor.
 
     Args:
         model: content of the files.
         expected: name and shape of every tensor of the model, as in a Hugging Face checkpoint.
+        optional: name and shape of further tensors that the files may have.
+        kept: beginnings of names of further tensors that may be there and are left alone.
 
     Raises:
         ModelError: tensors are missing, surplus, or of another shape; names them as the file does.
     """
-    stored = {name: place for name, place in _stored(model) if name in expected}
+    stored: dict[str, StoredPlace] = {}
+    known = set(_SETTINGS)
+    for name, place in _stored(model):
+        if name in expected or name in optional:
+            stored[name] = place
+        if name in expected or name in optional or name.startswith(kept):
+            known.update(place.names)
+    expected = {name: shape for name, shape in {**expected, **optional}.items() if name in expected or name in stored}
     missing = sorted(expected.keys() - stored.keys())
-    used = {stored[name].tensor for name in expected.keys() & stored.keys()}
-    known = {name for name, tensor in model.tensors.items() if tensor in used} | _SETTINGS
     surplus = sorted(map(printable, model.tensors.keys() - known))
     misshapen = [
         f"{name} is {list(stored[name].shape)}, expected {list(shape)}"
         for name, shape in expected.items()
         if name in stored and _without_ones(stored[name].shape) != _without_ones(shape)
     ]
-    experts = Counter(place.tensor for place in stored.values() if place.expert is not None)
+    experts = Counter(place.names[0] for place in stored.values() if isinstance(place, _Place) and place.is_expert)
     misshapen += [
-        f"{name} has {tensor.shape[0]} experts, expected {experts[tensor]}"
-        for name, tensor in model.tensors.items()
-        if tensor in experts and tensor.shape[0] != experts[tensor]
+        f"{name} has {model.tensors[name].shape[0]} experts, expected {count}"
+        for name, count in experts.items()
+        if model.tensors[name].shape[0] != count
     ]
     texts = (("missing ", missing), ("surplus ", surplus), ("", misshapen))
     problems = [prefix + some(names) for prefix, names in texts if names]
@@ -100,28 +87,56 @@ def _without_ones(shape: Shape) -> Shape:
     return tuple(size for size in shape if size != 1)
 
 
+class StoredPlace(Protocol):
+    """A tensor of the model in the files."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names in the files of the tensors that hold it."""
+        ...
+
+    @property
+    def shape(self) -> Shape:
+        """Shape that the files give it."""
+        ...
+
+    def placed(self, shape: Shape) -> StoredTensor:
+        """The tensor, in the shape that the model has it in."""
+        ...
+
+
 @dataclass(frozen=True)
 class _Place:
-    """A tensor of the model in the file.
+    """A tensor that is stored as one.
 
     Attributes:
+        name: in the file.
         tensor: that holds it.
         expert: which of several matrices; None for the whole tensor.
         heads: of queries or keys whose rows are stored in pairs; 0 for rows in their order.
         is_shifted: True for a norm that is stored with 1 added.
     """
 
+    name: str
     tensor: GgufTensor
     expert: int | None = None
     heads: int = 0
     is_shifted: bool = False
 
     @property
+    def names(self) -> tuple[str, ...]:
+        return (self.name,)
+
+    @property
+    def is_expert(self) -> bool:
+        """True if it is one of the matrices of a stack."""
+        return self.expert is not None
+
+    @property
     def shape(self) -> Shape:
         return self.tensor.shape if self.expert is None else self.tensor.shape[1:]
 
     def placed(self, shape: Shape) -> StoredTensor:
-        """The tensor, in the shape that the model has it in."""
         file, kind, whole, offset, num_bytes = self.tensor
         if self.expert is not None:
             num_bytes //= whole[0]
@@ -132,38 +147,81 @@ class _Place:
             entry = Entry(file, kind, shape, offset, num_bytes)
             changed = self.heads or self.is_shifted
             return ChangedFloats(entry, self.heads, self.is_shifted) if changed else FloatTensor(entry)
-        if len(shape) != 2:
+        if len(shape) < 2:
             raise ModelError(f"{file}: a tensor {list(shape)} is of the type {kind}, which only matrices can have")
-        rows = shape[0]
+        rows = math.prod(shape[:-1])
         return GgufBlocks(shape, Entry(file, "U8", (rows, num_bytes // rows), offset, num_bytes), kind, self.heads)
 
 
-def _stored(model: GgufModel) -> Iterator[tuple[str, _Place]]:
+@dataclass(frozen=True)
+class _JoinedPlace:
+    """A tensor that is stored as several."""
+
+    join: Join
+    parts: tuple[_Place, ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(part.name for part in self.parts)
+
+    @property
+    def shape(self) -> Shape:
+        """Shape of the whole, of the first part alone if the parts do not fit each other."""
+        count, *rest = self._joined_shape()
+        return (count * rest[0], *rest[1:]) if self.join.is_flat and rest else (count, *rest)
+
+    def placed(self, shape: Shape) -> StoredTensor:
+        join, sources = self.join, tuple(part.placed(part.shape) for part in self.parts)
+        order = RowOrder(tuple(each[join.axis] for each in self._shapes()), join.in_turn)
+        joined = JoinedFloats(self._joined_shape(), sources, join.transposed, join.axis, order)
+        groups = [source for source in sources if isinstance(source, GroupedTensor)]
+        if join.is_flat:
+            return FlatMatrices(joined)
+        return JoinedGroups(joined, groups) if len(groups) == len(sources) else joined
+
+    def _shapes(self) -> list[Shape]:
+        """Shapes of the parts, with exchanged dimensions where the model has them so."""
+        pairs = zip(self.parts, self.join.transposed, strict=True)
+        return [(*one.shape[:-2], *one.shape[:-3:-1]) if transposed else one.shape for one, transposed in pairs]
+
+    def _joined_shape(self) -> Shape:
+        first, *others = self._shapes()
+        axis = len(first) + self.join.axis
+        if any((*each[:axis], first[axis], *each[axis + 1 :]) != first for each in others):
+            return first
+        return (*first[:axis], sum(each[axis] for each in self._shapes()), *first[axis + 1 :])
+
+
+def _stored(model: GgufModel) -> Iterator[tuple[str, StoredPlace]]:
     """Tensors by their names in a Hugging Face checkpoint; those with unknown names are left out."""
     architecture = str(model.metadata["general.architecture"])
-    parts = _PARTS | _OWN_PARTS.get(architecture, {})
+    names = LayerNames(architecture)
     for name, tensor in model.tensors.items():
-        top, _, kind = name.partition(".")
-        if top in _TOP and kind in ("weight", "bias"):
-            yield f"{_TOP[top]}.{kind}", _Place(tensor, is_shifted=architecture in _SHIFTED and top.endswith("_norm"))
-        found = _LAYER.fullmatch(name)
+        is_shifted = architecture in SHIFTED and name.endswith("_norm.weight")
+        if name in TOP:
+            yield TOP[name], _Place(name, tensor, is_shifted=is_shifted)
+        found = LAYER.fullmatch(name)
         if found is None:
             continue
-        layer, part, kind = found.groups()
+        layer, part = found.groups()
         prefix = f"model.layers.{int(layer)}"
-        if part in parts:
-            is_shifted = architecture in _SHIFTED and part.endswith("_norm")
-            place = _Place(tensor, heads=_heads(model, architecture, part), is_shifted=is_shifted)
-            yield f"{prefix}.{parts[part]}.{kind}", place
-        elif part in _EXPERTS and len(tensor.shape) == 3:
+        whole, expert, join = names.whole(part), names.expert(part), names.join(part)
+        if whole is not None:
+            yield f"{prefix}.{whole}", _Place(name, tensor, None, _heads(model, architecture, part), is_shifted)
+        elif join is not None:
+            own = [f"blk.{layer}.{each}" for each in join.parts]
+            if all(each in model.tensors and len(model.tensors[each].shape) + join.axis >= 0 for each in own):
+                yield f"{prefix}.{join.name}", _JoinedPlace(join, tuple(_Place(n, model.tensors[n]) for n in own))
+        elif expert is not None and len(tensor.shape) == 3:
             if tensor.shape[0] > MAX_MODEL_EXPERTS:
                 raise ModelError(f"{name} has {tensor.shape[0]} experts; at most {MAX_MODEL_EXPERTS} are valid")
-            for expert in range(tensor.shape[0]):
-                yield f"{prefix}.mlp.experts.{expert}.{_EXPERTS[part]}.{kind}", _Place(tensor, expert)
+            for number in range(tensor.shape[0]):
+                yield f"{prefix}.{expert.format(number)}", _Place(name, tensor, number)
 
 
 def _heads(model: GgufModel, architecture: str, part: str) -> int:
-    if architecture not in _PAIRED or part not in _HEADS:
+    part = part.partition(".")[0]
+    if architecture not in PAIRED or part not in _HEADS:
         return 0
     keys = [f"{architecture}.attention.{name}" for name in (_HEADS[part], "head_count")]
     key = next((each for each in keys if each in model.metadata), keys[0])
@@ -228,18 +286,18 @@ class ChangedFloats:
 
 
 class GgufBlocks(GroupedTensor):
-    """A matrix in blocks of one of ggml's quantized types.
+    """A matrix, or a stack of them, in blocks of one of ggml's quantized types.
 
     Args:
-        shape: [N, K].
-        entry: its rows, as bytes [N, B].
+        shape: [N, K], or [E, N, K] of a stack.
+        entry: all rows, as bytes [E * N, B].
         kind: name of the type.
         heads: see `paired_rows`; 0 for rows in their order.
     """
 
     def __init__(self, shape: Shape, entry: Entry, kind: str, heads: int = 0) -> None:
         self.shape = shape
-        self.group = 16 if kind == "Q6_K" else 32
+        self.group = 16 if kind in _SMALL_GROUPS else 32
         self._entry = entry
         self._kind = kind
         self._heads = heads
@@ -251,7 +309,7 @@ class GgufBlocks(GroupedTensor):
     def read(self, files: Files, rows: slice, expert: int) -> GroupedWeight:
         """Reads rows; see GroupedTensor."""
         stored = files.tensor(self._entry)
-        ids = paired_rows(rows, stored.shape[0], self._heads)
+        ids = paired_rows(rows, self.shape[-2], self._heads) + expert * self.shape[-2]
         own = stored.index_select(0, ids)
         if len(ids):
             files.of(self._entry).release(stored[int(ids.min()) : int(ids.max()) + 1])
@@ -307,6 +365,66 @@ def _q4_1(blocks: torch.Tensor) -> _Blocks:
     return _Blocks(4, 32, _nibbles(blocks[:, :, 4:], 16), scales, _zeros(scales), -least.float())
 
 
+def _q5_0(blocks: torch.Tensor) -> _Blocks:
+    # Codes around 16 become codes around 128.
+    return _Blocks(8, 32, _fives(blocks[:, :, 2:6], blocks[:, :, 6:]), _halves(blocks, 0))
+
+
+def _q5_1(blocks: torch.Tensor) -> _Blocks:
+    scales, least = _halves(blocks, 0), _halves(blocks, 2)
+    # Around the middle code, so that sums of products stay small.
+    middle = torch.full(scales.shape, 128 - 16, dtype=torch.uint8)
+    return _Blocks(8, 32, _fives(blocks[:, :, 4:8], blocks[:, :, 8:]), scales, middle, -least.float())
+
+
+def _fives(high: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
+    """Codes of 5 bits, 112 added, from one bit of each in 4 bytes and four bits of each in 16 bytes."""
+    bits = high.unsqueeze(3) >> torch.arange(8, dtype=torch.uint8) & 1
+    return (_nibbles(low, 16) | bits.flatten(2) << 4) + (128 - 16)
+
+
+def _q2_k(blocks: torch.Tensor) -> _Blocks:
+    both, scales, offsets = blocks[:, :, :16], _halves(blocks, 80), _halves(blocks, 82)
+    scales, offsets = scales.float() * (both & 15).float(), offsets.float() * (both >> 4).float()
+    # Codes from 0 become codes from the middle one, so that sums of products stay small.
+    return _Blocks(4, 16, _pairs_of_bits(blocks[:, :, 16:80]) + 8, scales, None, offsets)
+
+
+def _q3_k(blocks: torch.Tensor) -> _Blocks:
+    bits = torch.arange(8, dtype=torch.uint8).view(1, 1, 8, 1)
+    high = (blocks[:, :, :32].unsqueeze(2) >> bits & 1).flatten(2)
+    low, rest = blocks[:, :, 96:104], blocks[:, :, 104:108].unsqueeze(2)
+    codes = torch.cat((low & 15, low >> 4), 2) | (rest >> bits[:, :, :4] * 2 & 3).flatten(2) << 4
+    scales = _halves(blocks, 108).float() * (codes.float() - 32)
+    # Codes around 4 become codes around 8.
+    return _Blocks(4, 16, (_pairs_of_bits(blocks[:, :, 32:96]) | high << 2) + 4, scales)
+
+
+def _pairs_of_bits(stored: torch.Tensor) -> torch.Tensor:
+    """Codes of 2 bits: of 32 bytes the lowest two bits of each, then the next two, and so on."""
+    shifts = torch.arange(0, 8, 2, dtype=torch.uint8).view(1, 1, 1, 4, 1)
+    return (_parted(stored, -1, 1, 32) >> shifts & 3).flatten(2)
+
+
+def _iq4_nl(blocks: torch.Tensor) -> _Blocks:
+    return _Blocks(8, 32, _IQ4_CODES[_nibbles(blocks[:, :, 2:], 16).int()], _halves(blocks, 0))
+
+
+def _iq4_xs(blocks: torch.Tensor) -> _Blocks:
+    shifts = torch.arange(0, 8, 2, dtype=torch.uint8)
+    high = (blocks[:, :, 2:4].unsqueeze(3) >> shifts & 3).flatten(2)
+    codes = _nibbles(blocks[:, :, 4:8], 1) | high << 4
+    scales = _halves(blocks, 0).float() * (codes.float() - 32)
+    return _Blocks(8, 32, _IQ4_CODES[_nibbles(blocks[:, :, 8:], 16).int()], scales)
+
+
+def _mxfp4(blocks: torch.Tensor) -> _Blocks:
+    exponents = blocks[:, :, :1].int()
+    # Half of a power of two; the two smallest ones are not normal.
+    scales = torch.where(exponents < 2, 0x200000 << exponents.clamp(max=1), (exponents - 1) << 23)
+    return _Blocks(8, 32, _FP4_CODES[_nibbles(blocks[:, :, 1:], 16).int()], scales.view(torch.float32))
+
+
 def _q8_0(blocks: torch.Tensor) -> _Blocks:
     # Signed numbers become codes around 128.
     return _Blocks(8, 32, blocks[:, :, 2:] ^ 128, _halves(blocks, 0))
@@ -328,9 +446,7 @@ def _q5_k(blocks: torch.Tensor) -> _Blocks:
 
 
 def _q6_k(blocks: torch.Tensor) -> _Blocks:
-    low = _parted(_nibbles(blocks[:, :, :128], 64), 2, 4, 32)
-    shifts = torch.arange(0, 8, 2, dtype=torch.uint8).view(1, 1, 1, 4, 1)
-    high = _parted(blocks[:, :, 128:192], 2, 1, 32) >> shifts & 3
+    low, high = _nibbles(blocks[:, :, :128], 64), _pairs_of_bits(blocks[:, :, 128:192])
     scales = _halves(blocks, 208).float() * blocks[:, :, 192:208].contiguous().view(torch.int8).float()
     # Codes around 32 become codes around 128.
     return _Blocks(8, 16, (low | high << 4) + (128 - 32), scales)
@@ -351,8 +467,15 @@ def _zeros(scales: torch.Tensor) -> torch.Tensor:
 _READERS: Final[Mapping[str, Callable[[torch.Tensor], _Blocks]]] = {
     "Q4_0": _q4_0,
     "Q4_1": _q4_1,
+    "Q5_0": _q5_0,
+    "Q5_1": _q5_1,
     "Q8_0": _q8_0,
+    "Q2_K": _q2_k,
+    "Q3_K": _q3_k,
     "Q4_K": _q4_k,
     "Q5_K": _q5_k,
     "Q6_K": _q6_k,
+    "IQ4_NL": _iq4_nl,
+    "IQ4_XS": _iq4_xs,
+    "MXFP4": _mxfp4,
 }

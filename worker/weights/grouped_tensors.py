@@ -21,11 +21,13 @@ class GroupedTensor(ABC):
         shape: [N, K] or [E, N, K], as the model knows it.
         group: columns that share a scale.
         has_order: True if columns are stored in another order than the model's.
+        transposed: True if the model has the matrices transposed; then `shape` ends in K, N.
     """
 
     shape: Shape
     group: int
     has_order: bool = False
+    transposed: bool = False
 
     @property
     @abstractmethod
@@ -48,20 +50,23 @@ class GroupedTensor(ABC):
 
     def refusal(self, part: MatrixPart) -> str | None:
         """Reason why a part cannot keep its codes; None if it can."""
-        if part.transposed:
+        if part.transposed != self.transposed:
             return "stored the other way round"
-        return cut_refusal(part.columns, matrix_shape(self.shape, False)[1], self.group, self.has_order)
+        inner = matrix_shape(self.shape, self.transposed)[1]
+        return cut_refusal(part.columns, inner, self.group, self.has_order)
 
     def quantized(self, files: Files, part: MatrixPart) -> GroupedWeight:
         """Reads a part for which `refusal` is None in its codes."""
-        rows = slice(*part.rows.indices(matrix_shape(self.shape, False)[0])[:2])
+        rows = slice(*part.rows.indices(matrix_shape(self.shape, self.transposed)[0])[:2])
         return column_part(self.read(files, rows, part.expert), part.columns)
 
     def copy(self, files: Files, index: Index, out: torch.Tensor) -> None:
         """Copies the part `index` of the tensor, dequantized, into `out`; see StoredTensor.copy."""
         *experts, rows, columns = index
+        if self.transposed:
+            rows, columns, out = columns, rows, out.transpose(-1, -2)
         ids = range(experts[0].start, experts[0].stop) if experts else range(1)
-        step = max(1, PIECE_NUMBERS // max(1, self.shape[-1]))
+        step = max(1, PIECE_NUMBERS // max(1, matrix_shape(self.shape, self.transposed)[1]))
         for expert, place in zip(ids, out if experts else (out,), strict=True):
             for start in range(rows.start, rows.stop, step):
                 piece = slice(start, min(start + step, rows.stop))

@@ -53,11 +53,16 @@ def product_weight(build: Build, product: Product, stays: bool) -> AnyWeight:
 
 def product_floats(build: Build, product: Product) -> torch.Tensor:
     """The parts, each converted into its rows of the result."""
-    shapes = [build.weights.part_shape(part.name, part.rows, part.columns) for part in product]
+    weights, stacks = build.weights, {part.name for part in product if len(build.weights.shape(part.name)) == 3}
+
+    def slices(part: MatrixPart) -> tuple[slice, slice, slice]:
+        one = slice(part.expert, part.expert + 1)
+        return (one, part.columns, part.rows) if part.name in stacks else (part.rows, part.columns, slice(None))
+
+    shapes = [weights.part_shape(part.name, *slices(part))[part.name in stacks :] for part in product]
     joined = torch.empty(sum(shape[0] for shape in shapes), *shapes[0][1:], dtype=build.dtype)
-    places = torch.split(joined, [shape[0] for shape in shapes])
-    for part, place in zip(product, places, strict=True):
-        build.weights.copy_to(place, part.name, part.rows, part.columns)
+    for part, place in zip(product, torch.split(joined, [shape[0] for shape in shapes]), strict=True):
+        weights.copy_to(place.unsqueeze(0) if part.name in stacks else place, part.name, *slices(part))
     return joined
 
 

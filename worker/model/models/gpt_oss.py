@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 import torch
 from typing_extensions import override
 
+from kernels.grouped_weight import GroupedWeight, joined, row_part
 from kernels.interface import AnyWeight, ClampedSwiglu, ExpertWeights, QuantizedWeight, Routing
 from kernels.quantized_weight import selected_rows
 from worker.config.model_config import ModelConfig, ModelError
@@ -113,6 +114,8 @@ def _weight(build: Build, part: MatrixPart, stays: bool) -> AnyWeight:
 def _gates_then_ups(weight: AnyWeight) -> AnyWeight:
     if isinstance(weight, QuantizedWeight):
         return selected_rows(weight, slice(0, None, 2), slice(1, None, 2))
+    if isinstance(weight, GroupedWeight):
+        return joined([row_part(weight, slice(first, None, 2)) for first in (0, 1)])
     assert isinstance(weight, torch.Tensor)
     # As it lies in memory, [K, N]: rows of a transposed view are copied number by number.
     stored = weight.t()

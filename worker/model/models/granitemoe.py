@@ -10,8 +10,10 @@ from kernels.interface import ExpertWeights, Routing
 from worker.config.model_config import ModelConfig
 from worker.model.layers.build import Build
 from worker.model.layers.moe import ExpertRouter, ExpertShare, MoE, MoEConfig
+from worker.model.layers.product import product_weight, stay_quantized
 from worker.model.models.granite import GraniteForCausalLM
 from worker.weights.checkpoint import Shape
+from worker.weights.stored_tensors import MatrixPart
 
 _MIXTURE = "block_sparse_moe"
 
@@ -48,11 +50,11 @@ def _experts(build: Build, prefix: str, config: MoEConfig) -> Iterator[ExpertWei
     """This rank's share, one expert at a time; a stored matrix has all gates, then all ups."""
     share = ExpertShare.of(build.shard, config)
     ups = slice(share.inner.start + config.inner, share.inner.stop + config.inner)
-    for expert in share.ids:
-        one = slice(expert, expert + 1)
-        parts = [
-            build.weights.take(f"{prefix}.input_linear.weight", rows=one, middle=rows, dtype=build.dtype)[0]
-            for rows in (share.inner, ups)
-        ]
-        down = build.weights.take(f"{prefix}.output_linear.weight", rows=one, columns=share.inner, dtype=build.dtype)[0]
-        yield ExpertWeights(torch.cat(parts), down)
+    both = [
+        [MatrixPart(f"{prefix}.input_linear.weight", rows, expert=expert) for rows in (share.inner, ups)]
+        for expert in share.ids
+    ]
+    downs = [[MatrixPart(f"{prefix}.output_linear.weight", columns=share.inner, expert=one)] for one in share.ids]
+    both_stay, downs_stay = stay_quantized(build, both), stay_quantized(build, downs)
+    for gate_up, down in zip(both, downs, strict=True):
+        yield ExpertWeights(product_weight(build, gate_up, both_stay), product_weight(build, down, downs_stay))

@@ -9,9 +9,19 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from kernels.grouped_weight import GroupedWeight
 from kernels.quantized_weight import as_floats
-from tests.checkpoints import make_checkpoint
-from tests.gguf_files import QUANTIZED, TYPES, GgufContent, GgufTensorData, convert, float_tensor, values_of
+from tests.checkpoints import make_checkpoint, make_mtp_checkpoint
+from tests.gguf_files import (
+    FACTORS,
+    QUANTIZED,
+    TYPES,
+    GgufContent,
+    GgufTensorData,
+    convert,
+    float_tensor,
+    values_of,
+)
 from worker.config.model_config import ModelConfig, ModelError
 from worker.model.architectures import model_class
 from worker.weights.checkpoint import Weights, load_weights, weight_files, weights_digest
@@ -27,12 +37,12 @@ def test_values_are_exactly_those_of_the_description(kind: str) -> None:
     rng = np.random.default_rng(3)
     _, numbers, size = TYPES[kind]
     blocks = rng.integers(0, 256, (7, 512 // numbers, size), dtype=np.uint8)
-    factors = rng.normal(size=(7, 512 // numbers, 2)).astype(np.float16)
-    factors[0] = 0.0
-    at = 208 if kind == "Q6_K" else 0
-    blocks[:, :, at : at + 2] = factors[:, :, :1].view(np.uint8)
-    if kind in ("Q4_1", "Q4_K", "Q5_K"):
-        blocks[:, :, 2:4] = factors[:, :, 1:].copy().view(np.uint8)
+    for place in FACTORS[kind]:
+        factors = rng.normal(size=(7, 512 // numbers, 1)).astype(np.float16)
+        factors[0] = 0.0
+        blocks[:, :, place : place + 2] = factors.view(np.uint8)
+    if kind == "MXFP4":
+        blocks[:, :, 0] %= 252
     stored = blocks.reshape(7, -1)
     floats = as_floats(gguf_weight(torch.from_numpy(stored), kind))
     assert torch.equal(floats, torch.from_numpy(values_of(kind, stored)))
@@ -64,6 +74,67 @@ def test_tensors_and_parts_are_those_of_the_checkpoint(tmp_path: Path, kind: str
         kept = weights.take_quantized(MatrixPart(name, rows, columns))
         assert torch.equal(as_floats(kept), expected[name][rows, columns])
         assert weights.use.kept == {name}
+
+
+LATENT = {"num_key_value_heads": 8, "kv_lora_rank": 64, "q_lora_rank": 96, "qk_nope_head_dim": 32, "v_head_dim": 32}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "kind", "shape"),
+    [
+        ("mixtral", "Q8_0", {"intermediate_size": 64}),
+        ("granitemoe", "Q5_1", {"intermediate_size": 64}),
+        ("granitemoe", "F16", {"intermediate_size": 64}),
+        ("olmo2", "IQ4_NL", {}),
+        ("olmo3", "IQ4_XS", {}),
+        ("gpt_oss", "MXFP4", {"intermediate_size": 64}),
+        ("gpt_oss", "BF16", {"intermediate_size": 48}),
+        ("glm4_moe", "Q5_0", {"moe_intermediate_size": 64, "first_k_dense_replace": 0}),
+        ("deepseek_v2", "F32", LATENT),
+        ("deepseek_v3", "Q8_0", LATENT),
+    ],
+)
+def test_every_tensor_of_an_architecture_is_the_checkpoints(
+    tmp_path: Path, architecture: str, kind: str, shape: dict[str, object]
+) -> None:
+    """Whole, and some rows and columns of each matrix; in codes where the file has codes."""
+    _, weights = written(tmp_path, kind, architecture, **shape)
+    config = ModelConfig.from_folder(tmp_path / "m.gguf")
+    original = ModelConfig.from_folder(tmp_path)
+    assert (config.architecture, config.rope) == (original.architecture, original.rope)
+    expected = load_file(tmp_path / "model.safetensors")
+    assert set(model_class(config.architecture).tensor_shapes(config)) == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(weights.take(name, dtype=torch.float32), tensor.float()), name
+        if tensor.dim() == 2:
+            rows, columns = slice(3, tensor.shape[0] - 2), slice(1, tensor.shape[1] - 3)
+            assert torch.equal(weights.take(name, rows, columns, dtype=torch.float32), tensor[rows, columns].float())
+        if tensor.dim() == 3:
+            one, rows, columns = slice(1, 3), slice(2, 33), slice(5, tensor.shape[2] - 4)
+            part = weights.take(name, one, columns, rows, dtype=torch.float32)
+            assert torch.equal(part, tensor[one, rows, columns].float())
+        if (stored := weights.quantized(name)) is not None and tensor.dim() == 3:
+            matrix = tensor[2].mT if stored.transposed else tensor[2]
+            kept = weights.take_quantized(MatrixPart(name, slice(2, 41), expert=2, transposed=stored.transposed))
+            assert isinstance(kept, GroupedWeight)
+            assert torch.equal(as_floats(kept), matrix[2:41])
+
+
+def test_layer_that_drafts_may_be_left_alone(tmp_path: Path) -> None:
+    make_mtp_checkpoint(tmp_path, "glm4_moe", **{**WIDE, "num_hidden_layers": 2})
+    file = tmp_path / "m.gguf"
+    file.write_bytes(convert(tmp_path, "Q8_0").to_bytes())
+    config = ModelConfig.from_folder(file)
+    assert (config.num_hidden_layers, config.source["num_nextn_predict_layers"]) == (2, 1)
+    architecture, expected = model_class(config.architecture), load_file(tmp_path / "model.safetensors")
+    shapes, kept = architecture.tensor_shapes(config), architecture.kept_tensors(config)
+    assert "model.layers.2.eh_proj.weight" not in load_weights(file, shapes, kept=kept)
+    with pytest.raises(ModelError, match=r"surplus blk.2.attn_k.weight"):
+        load_weights(file, shapes)
+    drafts = architecture.draft_shapes(config)
+    weights = load_weights(file, shapes | drafts, optional=architecture.optional_draft_shapes(config), kept=kept)
+    for name, tensor in expected.items():
+        assert torch.equal(weights.take(name, dtype=torch.float32), tensor), name
 
 
 def test_numbers_of_heads_may_be_listed_by_layer(tmp_path: Path) -> None:
