@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from fissile.client import AsyncClient, FissileError
 from fissile.client.base import get_model, list_models
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
@@ -19,6 +20,7 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from common.limits import CORS_MAX_AGE_S, HEALTH_KEPT_S, HEALTH_TIMEOUT_S
+from common.rpc.server import READINESS
 from common.telemetry.request_record import shown
 from common.version import fissile_version
 from facade.anthropic import messages
@@ -54,7 +56,7 @@ class FacadeHealth:
         self._lock = asyncio.Lock()
 
     async def respond(self, exchange: Exchange) -> None:
-        """Responds with 200 if a router serves a model, else with 503."""
+        """Responds with 200 if a router serves a model, or lets requests wait for its workers; else with 503."""
         exchange.is_probe = True
         # Probes that arrive meanwhile wait for the same answer.
         async with self._lock:
@@ -69,7 +71,17 @@ class FacadeHealth:
         except FissileError as error:
             # A router that wants a key answers.
             return "ok" if error.reason.startswith("API_KEY") else "no router answers"
-        return "ok" if any(model.ready_workers for model in found) else "no worker is ready"
+        if any(model.ready_workers for model in found) or await self._has_serving_router():
+            return "ok"
+        return "no worker is ready"
+
+    async def _has_serving_router(self) -> bool:
+        """True if a router reports SERVING. Without workers it does so only if requests may wait for them."""
+        request = health_pb2.HealthCheckRequest(service=READINESS)
+        stubs = [health_pb2_grpc.HealthStub(self._client.channel(each)) for each in self._client.connection.targets]
+        checks = [stub.Check(request, timeout=HEALTH_TIMEOUT_S) for stub in stubs]
+        answers = await asyncio.gather(*checks, return_exceptions=True)
+        return health_pb2.HealthCheckResponse.SERVING in [getattr(answer, "status", None) for answer in answers]
 
 
 @dataclass(frozen=True)
@@ -110,7 +122,7 @@ class FacadeApp:
             max_age=CORS_MAX_AGE_S,
         )
         app = Starlette(
-            routes=[*self._routes(), *more],
+            routes=[*self.routes(), *more],
             middleware=[cors] if self.origins else [],
         )
         # A redirect to the path without a slash at its end has the scheme and host of this process, not of a proxy.
@@ -118,7 +130,8 @@ class FacadeApp:
         app.router.default = Endpoint(_refuse_path, self.uploads, self.timeout_s)
         return app
 
-    def _routes(self) -> list[Route]:
+    def routes(self) -> list[Route]:
+        """The route of each path."""
         return [
             self._generation("/v1/chat/completions", chat.parse, error_body),
             self._generation("/v1/responses", responses.parse, error_body),

@@ -27,6 +27,7 @@ from router.scheduling.failover import FailoverOptions
 from router.security import RouterSecurity
 from tests.certificates import LOOPBACK, Authority
 from tests.e2e.fake_worker import FakeWorker, letters, short
+from tests.e2e.http_bench import facade_of
 from tests.e2e.router_bench import FILES, Bench, bench, collect, error_of, request, until, until_health
 from tests.e2e.service import free_port
 
@@ -97,6 +98,44 @@ async def test_first_request_wakes_a_fleet_of_no_workers(named: str) -> None:
         assert (await first_of(stream)).result is False
     await router.stop()
     await worker.stop()
+
+
+async def test_first_http_request_wakes_a_fleet_of_no_workers() -> None:
+    """Former fault: without a worker the facade was not ready, so its Service had no endpoint for the first request."""
+    worker = FakeWorker(FILES, answer=short, port=free_port())
+    address = f"127.0.0.1:{worker.port}"
+    router = Router(RouterOptions([address], port=0, expect_models=("m",), failover=WAIT))
+    await router.start()
+    async with facade_of([router.server.address]) as http, grpc.aio.insecure_channel(router.server.address) as channel:
+        await until_health(channel, health_pb2.HealthCheckResponse.SERVING)
+        health = await http.http.get("/health")
+        assert (health.status_code, health.json()) == (200, {"status": "ok"})
+        asked = http.openai.with_options(timeout=120.0).completions.create(model="m", prompt="say it", max_tokens=4)
+        answer = asyncio.ensure_future(asked)
+        await until(lambda: router.service.in_flight == 1)
+        await worker.start()
+        assert (await answer).choices[0].finish_reason == "length"
+    await router.stop()
+    await worker.stop()
+
+
+async def test_http_request_without_a_worker_in_time_gets_503() -> None:
+    options = RouterOptions(["127.0.0.1:1"], port=0, expect_models=("m",), failover=FailoverOptions(worker_wait_s=0.1))
+    router = Router(options)
+    await router.start()
+    async with facade_of([router.server.address], give_up_s=0.0) as http:
+        refused = await http.http.post("/v1/completions", json={"model": "m", "prompt": "say it"})
+        assert (refused.status_code, "'m'" in refused.text) == (503, True)
+    await router.stop()
+
+
+async def test_facade_of_absent_workers_that_nobody_waits_for_is_not_ready() -> None:
+    router = Router(RouterOptions(["127.0.0.1:1"], port=0))
+    await router.start()
+    async with facade_of([router.server.address]) as http:
+        health = await http.http.get("/health")
+        assert (health.status_code, health.json()) == (503, {"status": "no worker is ready"})
+    await router.stop()
 
 
 async def test_model_scaled_to_zero_is_waited_for_beside_another_one() -> None:

@@ -437,7 +437,16 @@ class AsyncClient(BaseClient[AsyncStream]):
         return begun if isinstance(begun, Verification) else await self.ask(begun, timeout_s)
 
     def stub(self, target: str) -> Any:
-        """Stub of a router, on a channel that is kept.
+        """Stub of a router, on its channel.
+
+        Raises:
+            FissileError: the client has been closed.
+            RuntimeError: the client is in use on another running event loop.
+        """
+        return InferenceServiceStub(self.channel(target))
+
+    def channel(self, target: str) -> grpc.aio.Channel:
+        """Channel to a router, for calls of other services; the client keeps and closes it.
 
         Raises:
             FissileError: the client has been closed.
@@ -447,8 +456,8 @@ class AsyncClient(BaseClient[AsyncStream]):
         if self._closed.is_set():
             raise cancelled()
         if target not in self._channels:
-            self._channels[target] = self._channel(target)
-        return InferenceServiceStub(self._channels[target])
+            self._channels[target] = self._open_channel(target)
+        return self._channels[target]
 
     def _bind(self) -> None:
         """Binds the client to the current event loop, and drops the channels of an earlier loop that has ended.
@@ -475,7 +484,7 @@ class AsyncClient(BaseClient[AsyncStream]):
         self._running.add(calls)
         return AsyncStream(calls)
 
-    def _channel(self, target: str) -> grpc.aio.Channel:
+    def _open_channel(self, target: str) -> grpc.aio.Channel:
         credentials, options = self.connection.credentials, self.connection.channel_options
         if credentials is None:
             return grpc.aio.insecure_channel(target, options=options)
