@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Writes two SBOMs (CycloneDX) for the wheels in a folder: of the client alone, and of the service with the extras
-# `router` and `worker`. Each lists what a new environment has after the installation. PyTorch is not listed, because
+# Writes two SBOMs (CycloneDX) for the wheels in a folder: of the client alone, and of the service with the extras of
+# the images. Each lists what a new environment has after the installation. PyTorch is not listed, because
 # users choose its build.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -26,4 +26,4 @@ list() {
 client=("$dist"/fissile_client-*.whl)
 service=("$dist"/fissile-*.whl)
 list fissile-client "${client[0]}"
-list fissile "${client[0]}" "${service[0]}[router,worker,http,smg]"
+list fissile "${client[0]}" "${service[0]}[router,worker,http,smg,redis,mooncake]"

@@ -28,9 +28,12 @@ COPY kernels/ kernels/
 COPY worker/ worker/
 COPY facade/ facade/
 COPY router/ router/
-RUN /opt/fissile/bin/python -m pip install ./protos ".[worker,smg,cpu]"
+RUN /opt/fissile/bin/python -m pip install ./protos ".[worker,smg,redis,mooncake,cpu]"
 
 FROM ${BASE}
+# Mooncake's client, a KV tier, is linked with these.
+# hadolint ignore=DL3008
+RUN apt-get update && apt-get install -y --no-install-recommends libcurl4 libibverbs1 libnuma1 && rm -rf /var/lib/apt/lists/*
 # Names the user, so that libraries which look it up find it (PyTorch does). /cache is for models of the Hub.
 RUN useradd --uid 10001 --user-group --no-create-home --home-dir /tmp --shell /usr/sbin/nologin fissile \
     && install -d -o 10001 -g 10001 /cache

@@ -27,12 +27,14 @@ COPY kernels/ kernels/
 COPY worker/ worker/
 COPY facade/ facade/
 COPY router/ router/
-RUN /opt/fissile/bin/python -m pip install ./protos ".[worker,smg,triton]"
+RUN /opt/fissile/bin/python -m pip install ./protos ".[worker,smg,redis,mooncake,triton]"
 
 FROM ${BASE}
-# Triton compiles launchers of its kernels with a C compiler when a worker starts.
+# Triton compiles launchers of its kernels with a C compiler when a worker starts. Mooncake's client, a KV tier, is linked
+# with the other libraries.
 # hadolint ignore=DL3008
-RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*
+RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev libcurl4 libibverbs1 libnuma1 \
+    && rm -rf /var/lib/apt/lists/*
 # Names the user, so that libraries which look it up find it (PyTorch does). /cache is for models of the Hub, and
 # for compiled kernels.
 RUN useradd --uid 10001 --user-group --no-create-home --home-dir /tmp --shell /usr/sbin/nologin fissile \

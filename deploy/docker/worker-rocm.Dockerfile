@@ -12,6 +12,9 @@ ARG PIP_INDEX_URL
 # Ubuntu keeps pip out of its own Python, which in AMD's images is the one with PyTorch.
 ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1 PIP_BREAK_SYSTEM_PACKAGES=1
 USER 0
+# Mooncake's client, a KV tier, is linked with these.
+# hadolint ignore=DL3008
+RUN apt-get update && apt-get install -y --no-install-recommends libcurl4 libibverbs1 libnuma1 && rm -rf /var/lib/apt/lists/*
 WORKDIR /src
 COPY pyproject.toml hatch_build.py README.md LICENSE ./
 COPY protos/ protos/
@@ -27,7 +30,7 @@ RUN python3 -c 'import torch; assert torch.version.hip, f"{torch.__version__} is
     && python3 -m pip list --format=freeze >/tmp/before \
     && if grep -q '^kernels==' /tmp/before; then echo "the base has Hugging Face's distribution kernels" >&2; exit 1; fi \
     && grep -E '^(torch|triton|pytorch-triton-rocm|amd-aiter)==' /tmp/before >/tmp/held \
-    && python3 -m pip install --constraint /tmp/held ./protos ".[worker,smg]" \
+    && python3 -m pip install --constraint /tmp/held ./protos ".[worker,smg,redis,mooncake]" \
     && python3 -m pip list --format=freeze >/tmp/after \
     && test "$(grep -cxFf /tmp/held /tmp/after)" = "$(wc -l </tmp/held)" \
     && rm -rf /src/* /tmp/before /tmp/held /tmp/after

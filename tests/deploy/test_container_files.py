@@ -119,9 +119,9 @@ def test_installed_extras_exist() -> None:
     installed = {path.stem: re.findall(r'"\.\[([a-z,]+)\]"', path.read_text()) for path in FILES}
     assert installed == {
         "router": ["router,http"],
-        "worker-cpu": ["worker,smg,cpu"],
-        "worker-cuda": ["worker,smg,triton"],
-        "worker-rocm": ["worker,smg"],
+        "worker-cpu": ["worker,smg,redis,mooncake,cpu"],
+        "worker-cuda": ["worker,smg,redis,mooncake,triton"],
+        "worker-rocm": ["worker,smg,redis,mooncake"],
     }
     # The pattern by which the files for CPUs and CUDA find the version of PyTorch.
     pinned = re.search(r'^cpu = \["(torch==[^"]+\+cpu)"\]', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
