@@ -11,7 +11,7 @@ import jsonschema
 import pytest
 import yaml
 
-from tests.deploy.tools import TOOLS, run, tool
+from tests.deploy.tools import run, tool
 
 Object = dict[str, Any]
 DEFINITIONS: Final[Mapping[str, Object]] = yaml.safe_load(
@@ -71,13 +71,18 @@ def problems(found: Object) -> list[str]:
     return [f"{error.json_path}: {error.message}" for error in validator.iter_errors(found)]
 
 
-def broken_rules(resources: Iterable[Object]) -> list[str]:
-    """The rules that custom resources break; skips the test where nothing evaluates CEL."""
-    tool("python")
-    if run([TOOLS / "python", "-c", "import celpy"]).returncode:
+def program_for_rules() -> Path:
+    """A Python with a program for CEL; skips the test where there is none."""
+    if run([python := tool("python"), "-c", "import celpy"]).returncode:
         pytest.skip("cel-python is not installed: make setup does so where its package can be had")
+    return python
+
+
+def broken_rules(resources: Iterable[Object]) -> list[str]:
+    """The rules that custom resources break."""
+    python = program_for_rules()
     asked = [(rule, _at(found, path)) for found in resources for path, rule in DEFINITIONS[found["kind"]]["rules"]]
-    result = run([TOOLS / "python", "-c", _EVALUATE], stdin=json.dumps(asked))
+    result = run([python, "-c", _EVALUATE], stdin=json.dumps(asked))
     assert result.returncode == 0, result.stderr
     return [rule for (rule, _), holds in zip(asked, json.loads(result.stdout), strict=True) if not holds]
 

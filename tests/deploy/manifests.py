@@ -67,7 +67,8 @@ def objects(variant: str, kind: str) -> list[Object]:
 
 
 def workload(variant: str, component: str) -> Object:
-    """The Deployment, StatefulSet or LeaderWorkerSet of a component."""
+    """The Deployment, StatefulSet or LeaderWorkerSet of a component; of ranks, that of their worker."""
+    component = "worker" if component == "rank" else component
     kinds = ("StatefulSet", "LeaderWorkerSet") if component == "worker" else ("Deployment",)
     found = [o for kind in kinds for o in objects(variant, kind) if o["metadata"]["name"] == f"fissile-{component}"]
     assert len(found) == 1
@@ -76,7 +77,7 @@ def workload(variant: str, component: str) -> Object:
 
 def pod(variant: str, component: str) -> Object:
     """Its Pod: metadata and spec. Of a group, that of the leader; `rank` is that of the others."""
-    spec = workload(variant, "worker" if component == "rank" else component)["spec"]
+    spec = workload(variant, component)["spec"]
     group = spec.get("leaderWorkerTemplate")
     if group is None:
         made: Object = spec["template"]

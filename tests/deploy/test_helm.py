@@ -9,11 +9,16 @@ from typing import Any
 
 import pytest
 import yaml
+from fissile.client import AsyncClient
 
 from common.params.options.types import seconds
+from facade.app import FacadeApp
+from facade.http.runner import AnswerRunner
 from router.api.scaling import ScalingTrigger
 from router.workers.addresses import DnsTarget, parse_targets
 from tests.deploy.custom_resources import CUSTOM, broken_rules, problems
+from tests.deploy.definitions import problems as definition_problems
+from tests.deploy.definitions import schemas
 from tests.deploy.manifests import (
     CHART,
     COMPONENTS_OF,
@@ -104,11 +109,18 @@ WRONG = {
     "worker.gpu.vendor=amd": "use fissile-worker-rocm",
     "worker.gpu.vendor=nvidia": "use fissile-worker-cuda",
     "worker.cache.kind=hostPath": "worker.cache.name: the folder on the node",
-    "worker.kind=leaderWorkerSet,worker.cache.kind=volumeClaim": "worker.cache.kind: volumeClaim is for",
+    "worker.kind=leaderWorkerSet,worker.group.secret=s,worker.cache.kind=volumeClaim": "worker.cache.kind: volumeClaim",
+    "worker.kind=leaderWorkerSet": "worker.group.secret: the Secret whose key `secret`",
+    "worker.options.dp-size=2": "the chart has no workers in lockstep (dp-size, dp-rank)",
+    "worker.enabled=false": "router.extraWorkers: name the workers",
+    "facade.enabled=true,router.enabled=false": "facade needs router.enabled",
+    "networkPolicy.workerCallers[0].pods=a": "additional properties 'pods' not allowed",
     "autoscaling.kind=hpa,autoscaling.minReplicas=0": "autoscaling.minReplicas is 0: that needs kind keda",
+    "autoscaling.kind=hpa,autoscaling.minReplicas=9": "autoscaling.maxReplicas is 8: at least minReplicas, 9",
     "autoscaling.kind=keda,router.enabled=false": "autoscaling needs worker.enabled, and for keda router.enabled",
     "autoscaling.kind=keda,worker.options.model-name=null": "autoscaling needs the name of the model",
     "tls.enabled=true,tls.certManager.enabled=true": "tls.certManager.issuer.name",
+    "tls.certManager.enabled=true": "tls.certManager.enabled needs tls.enabled",
     "gateway.enabled=true": "gateway.parentRefs: name the Gateway",
     "inferencePool.enabled=true": "inferencePool needs facade.enabled",
     "autoscaling.keda.slack=half": "does not match pattern",
@@ -127,6 +139,58 @@ def test_names_of_another_release_do_not_collide() -> None:
     assert result.returncode == 0, result.stderr
     names = {found["metadata"]["name"] for found in yaml.safe_load_all(result.stdout)}
     assert names - {"fissile"} == {"blue-fissile-router", "blue-fissile-routers", "blue-fissile-worker"}
+
+
+DEFINITION = """
+apiVersion: v1
+kind: List
+items:
+  - kind: CustomResourceDefinition
+    spec:
+      group: keda.sh
+      names: {kind: ScaledObject}
+      versions:
+        - name: v1alpha1
+          schema:
+            openAPIV3Schema:
+              type: object
+              properties:
+                apiVersion: {type: string}
+                kind: {type: string}
+                metadata: {type: object}
+                spec:
+                  type: object
+                  required: [scaleTargetRef]
+                  properties:
+                    scaleTargetRef: {type: object, x-kubernetes-preserve-unknown-fields: true, properties: {}}
+                    minReplicaCount: {type: integer}
+                    maxReplicaCount: {type: integer}
+                    pollingInterval: {x-kubernetes-int-or-string: true}
+                    cooldownPeriod: {type: integer, maximum: 1000}
+                    initial: {type: integer, default: 1}
+                    advanced: {type: object, additionalProperties: {type: object, additionalProperties: true}}
+                    triggers: {type: array, items: {type: object, x-kubernetes-preserve-unknown-fields: true}}
+                  x-kubernetes-validations:
+                    - {rule: self.minReplicaCount <= self.maxReplicaCount}
+                    - {rule: self.initial == 1}
+                    - {rule: self.initial == oldSelf.initial}
+"""
+
+
+def test_definitions_of_a_project_find_wrong_fields_and_broken_rules() -> None:
+    known = schemas(yaml.safe_load_all(DEFINITION))
+    right = of_kind("keda", "ScaledObject")
+    assert definition_problems([right], known) == ([], 2)
+    wrong = of_kind("keda", "ScaledObject")
+    wrong["spec"] |= {"minReplicas": 1, "cooldownPeriod": 2000, "minReplicaCount": 9}
+    del wrong["spec"]["scaleTargetRef"]
+    found, _ = definition_problems([wrong], known)
+    assert sorted(found) == [
+        "ScaledObject $.spec.cooldownPeriod: 2000 is greater than the maximum of 1000",
+        "ScaledObject $.spec: 'scaleTargetRef' is a required property",
+        "ScaledObject $.spec: Additional properties are not allowed ('minReplicas' was unexpected)",
+        "ScaledObject: the rule 'self.minReplicaCount <= self.maxReplicaCount' is broken",
+    ]
 
 
 def test_pod_monitor_selects_all_components() -> None:
@@ -184,6 +248,16 @@ def test_pool_selects_facades_by_the_port_that_serves_metrics() -> None:
     (grpc,) = objects("gateway", "GRPCRoute")
     served = {each["method"]["service"] for each in grpc["spec"]["rules"][0]["matches"]}
     assert served == {"fissile.v1.InferenceService", "inference.GRPCInferenceService"}
+
+
+def test_gateway_routes_all_paths_of_the_facade() -> None:
+    """`/health`, `/metrics` and `/version` are for operators."""
+    (route,) = objects("gateway", "HTTPRoute")
+    prefixes = [match["path"]["value"] for match in route["spec"]["rules"][0]["matches"]]
+    app = FacadeApp(AsyncClient("127.0.0.1:1"), AnswerRunner(AsyncClient("127.0.0.1:1")), 1.0)
+    paths = {each.path for each in app.routes()} - {"/health", "/version"}
+    assert [path for path in paths if not any(path == each or path.startswith(f"{each}/") for each in prefixes)] == []
+    assert [each for each in prefixes if not any(path.startswith(each) for path in paths)] == []
 
 
 def test_values_file_documents_every_value_of_the_schema() -> None:

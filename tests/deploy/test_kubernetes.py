@@ -57,9 +57,9 @@ UNITS = {"Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30, "Ti": 1 << 40}
 # Variables of a LeaderWorkerSet's Pods, of its leader.
 LWS = {"LWS_GROUP_SIZE": "2", "LWS_WORKER_INDEX": "0", "LWS_LEADER_ADDRESS": "fissile-worker-0.fissile-worker"}
 
-each = pytest.mark.parametrize(
-    ("variant", "component"), [(v, c) for v, components in COMPONENTS_OF.items() for c in components]
-)
+ALL = [(v, c) for v, components in COMPONENTS_OF.items() for c in components]
+each = pytest.mark.parametrize(("variant", "component"), ALL)
+each_pod = pytest.mark.parametrize(("variant", "component"), [*ALL, ("groups", "rank")])
 each_worker = pytest.mark.parametrize(
     "variant", [v for v, components in COMPONENTS_OF.items() if "worker" in components]
 )
@@ -247,8 +247,12 @@ def test_pods_of_ranks_run_ranks_of_the_leader(in_force: Any) -> None:
     assert (leader["nnodes"], leader["dist_init"]) == (2, "tcp://fissile-worker-0.fissile-worker:4100")
     assert {probe["grpc"]["port"] for probe in probes("groups", "rank")} == {rank["health_port"]}
     labels = pod("groups", "rank")["metadata"]["labels"]
-    # Routers must not find them, and a rolling budget must not count them.
-    assert selected(objects("groups", "Service")[-1]["spec"]["selector"], "groups") == ["worker"]
+    # The address of the leader is in the Service of the LeaderWorkerSet's own name. Routers must not find ranks in it.
+    (service,) = [o for o in objects("groups", "Service") if o["metadata"]["name"] == "fissile-worker"]
+    assert workload("groups", "worker")["metadata"]["name"] == service["metadata"]["name"]
+    assert workload("groups", "worker")["spec"]["networkConfig"] == {"subdomainPolicy": "Shared"}
+    assert service["spec"]["publishNotReadyAddresses"] is True
+    assert selected(service["spec"]["selector"], "groups") == ["worker"]
     assert labels["app.kubernetes.io/component"] == "rank"
 
 
@@ -353,15 +357,15 @@ def test_probes_use_health_port(variant: str, component: str, in_force: Any) -> 
         assert startup["periodSeconds"] * startup["failureThreshold"] >= 1800
 
 
-@each
+@each_pod
 def test_grace_period_is_longer_than_drain(variant: str, component: str, in_force: Any) -> None:
     sleep = container(variant, component).get("lifecycle", {}).get("preStop", {}).get("sleep", {}).get("seconds", 0)
     options = in_force(variant, component)
-    drain = DRAIN_PROPAGATION_S + options["drain_timeout" if component == "worker" else "drain_timeout_s"]
+    drain = DRAIN_PROPAGATION_S + options["drain_timeout" if component in ("worker", "rank") else "drain_timeout_s"]
     ending = 2 * SESSION_FLUSH_S + TELEMETRY_SHUTDOWN_S + ENGINE_JOIN_S
     assert pod(variant, component)["spec"]["terminationGracePeriodSeconds"] >= sleep + drain + ending + 2
     # Endpoints forget a router before it refuses calls; workers tell their routers themselves.
-    assert (sleep > 0) == (component != "worker")
+    assert (sleep > 0) == (component in ("router", "facade"))
 
 
 def test_drain_timeout_of_values_reaches_programs(in_force: Any) -> None:
@@ -369,7 +373,7 @@ def test_drain_timeout_of_values_reaches_programs(in_force: Any) -> None:
     assert in_force("workers", "worker")["drain_timeout"] == 0
 
 
-@each
+@each_pod
 def test_containers_drop_unneeded_privileges(variant: str, component: str) -> None:
     spec, its = pod(variant, component)["spec"], container(variant, component)["securityContext"]
     assert its["readOnlyRootFilesystem"]
@@ -383,7 +387,7 @@ def test_containers_drop_unneeded_privileges(variant: str, component: str) -> No
     assert spec["securityContext"]["runAsGroup"] == int(group)
 
 
-@each
+@each_pod
 def test_image_writes_only_to_volumes(variant: str, component: str) -> None:
     file = file_of(variant, component)
     mounted = {mount["mountPath"] for mount in container(variant, component)["volumeMounts"]}
@@ -395,17 +399,17 @@ def test_image_writes_only_to_volumes(variant: str, component: str) -> None:
     assert {mount["name"] for mount in container(variant, component)["volumeMounts"]} == volumes
 
 
-@each
+@each_pod
 def test_pod_has_own_service_account_and_priority_class(variant: str, component: str) -> None:
     spec = pod(variant, component)["spec"]
     accounts = {o["metadata"]["name"]: o for o in objects(variant, "ServiceAccount")}
     assert accounts[spec["serviceAccountName"]]["automountServiceAccountToken"] is False
-    assert spec["serviceAccountName"] == f"fissile-{component}"
+    assert spec["serviceAccountName"] == f"fissile-{component.replace('rank', 'worker')}"
     made = {o["metadata"]["name"] for o in objects(variant, "PriorityClass")}
     assert made == (set() if variant == "workers" else {spec["priorityClassName"]})
 
 
-@each
+@each_pod
 def test_pod_empty_dirs_have_size_limit(variant: str, component: str) -> None:
     """Without a limit a Pod could fill its node's disk."""
     volumes = pod(variant, component)["spec"]["volumes"]
@@ -421,7 +425,7 @@ def test_unready_pod_does_not_block_node_drain(variant: str) -> None:
     assert {o["spec"]["unhealthyPodEvictionPolicy"] for o in budgets} == {"AlwaysAllow"}
 
 
-@each
+@each_pod
 def test_services_set_no_options(variant: str, component: str) -> None:
     """Kubernetes sets NAME_PORT=tcp://... for Services; FISSILE_PORT and FISSILE_WORKER_PORT are options."""
     assert pod(variant, component)["spec"]["enableServiceLinks"] is False
@@ -455,7 +459,8 @@ def test_only_permitted_callers_connect(variant: str, in_force: Any) -> None:
                 (source,) = rule["from"]
                 assert source["namespaceSelector"]["matchLabels"] == {"kubernetes.io/metadata.name": "keda"}
     if "worker" in policies:
-        (source,) = policies["worker"]["ingress"][0]["from"]
+        source, *callers = policies["worker"]["ingress"][0]["from"]
+        assert callers == ([{"podSelector": {"matchLabels": {"app": "dynamo"}}}] if variant == "workers" else [])
         assert source.keys() == {"podSelector"}
         labels = source["podSelector"]["matchLabels"]
         if "router" in policies:
@@ -466,6 +471,21 @@ def test_only_permitted_callers_connect(variant: str, in_force: Any) -> None:
         options = in_force(variant, "router")
         assert options["admin_host"] == "127.0.0.1"
         assert options["admin_port"] not in {port["containerPort"] for port in container(variant, "router")["ports"]}
+
+
+@each_worker
+def test_only_a_store_of_workers_lets_workers_reach_each_other(variant: str) -> None:
+    """Mooncake moves blocks between workers, of prefills and of decodes, at ports that it picks."""
+    (policy,) = [policy["spec"] for policy in objects(variant, "NetworkPolicy") if component_of(policy) == "worker"]
+    everywhere = [rule["from"] for rule in policy["ingress"] if "ports" not in rule]
+    workers = [each for sources in everywhere for each in sources if matches_pod(each, variant, "worker")]
+    assert len(workers) == (1 if variant == "workers" else 0)
+    # Those of other releases too.
+    assert all("app.kubernetes.io/instance" not in each["podSelector"]["matchLabels"] for each in workers)
+
+
+def matches_pod(peer: Object, variant: str, component: str) -> bool:
+    return matches(peer["podSelector"]["matchLabels"], variant, component)
 
 
 def test_only_pods_of_a_group_reach_its_ranks() -> None:

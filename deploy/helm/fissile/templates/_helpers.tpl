@@ -41,6 +41,9 @@ labels:
 {{- $known := index ($root.Files.Get "files/options.json" | fromJson) $component -}}
 {{- $given := (index $root.Values $component).options -}}
 {{- $chart := list "config" "host" "port" "worker" "worker-id" "routers" "router-metrics" "admin-port" "admin-host" "metrics-port" "health-port" "scaler-port" "drain-timeout" "tls-cert" "tls-key" "tls-client-ca" "worker-ca" "worker-tls-name" "worker-client-cert" "worker-client-key" "router-identity" "router-ca" "router-tls-name" "router-client-cert" "router-client-key" "api-keys" "nnodes" "node-rank" "dist-init" "dist-secret" -}}
+{{- if or (hasKey $given "dp-size") (hasKey $given "dp-rank") -}}
+{{- fail "worker.options: the chart has no workers in lockstep (dp-size, dp-rank)" -}}
+{{- end -}}
 {{- range $name, $value := $given -}}
 {{- if not (hasKey $known $name) -}}
 {{- fail (printf "%s.options: %q is no option of `fissile %s` (docs/reference/options.md)" $component $name ($component | replace "facade" "http")) -}}

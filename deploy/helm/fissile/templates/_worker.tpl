@@ -18,7 +18,7 @@ serves, `rank` for the others, which run ranks only.
 {{- $_ := set $own "router-identity" (list (printf "%s-router" $name)) -}}
 {{- end -}}
 {{- if eq $probed 50063 -}}{{- $_ := set $own "health-port" 50063 -}}{{- end -}}
-{{- if and (ne $role "worker") $values.group.secret -}}{{- $_ := set $own "dist-secret" "/etc/fissile-ranks/secret" -}}{{- end -}}
+{{- if ne $role "worker" -}}{{- $_ := set $own "dist-secret" "/etc/fissile-ranks/secret" -}}{{- end -}}
 metadata:
   labels: {{- include "fissile.selector" (list $root (eq $role "rank" | ternary "rank" "worker")) | nindent 4 }}
   {{- if ne $role "rank" }}
@@ -100,9 +100,7 @@ spec:
         {{- end }}
         {{- if ne $role "worker" }}
         - {name: shm, mountPath: /dev/shm}
-        {{- if $values.group.secret }}
         - {name: ranks, mountPath: /etc/fissile-ranks, readOnly: true}
-        {{- end }}
         {{- end }}
         {{- if $tls }}
         - {name: tls, mountPath: /etc/fissile-tls, readOnly: true}
@@ -131,10 +129,8 @@ spec:
     # Ranks of one Pod share buffers here; the default of 64 MiB is too small.
     - name: shm
       emptyDir: {medium: Memory, sizeLimit: 2Gi}
-    {{- with $values.group.secret }}
     - name: ranks
-      secret: {secretName: {{ . }}, defaultMode: 0440}
-    {{- end }}
+      secret: {secretName: {{ $values.group.secret }}, defaultMode: 0440}
     {{- end }}
     {{- if $tls }}
     - name: tls
@@ -147,7 +143,7 @@ spec:
 {{- $root := index . 0 -}}{{- $own := index . 2 -}}
 {{- $known := index ($root.Files.Get "files/options.json" | fromJson) "worker" -}}
 {{- $all := include "fissile.options" (list $root "worker" $own) | fromJson -}}
-{{- $taken := list "model" "tp-size" "enable-expert-parallel" "dp-size" "threads" "log-level" "drain-timeout" "health-port" "dist-secret" -}}
+{{- $taken := list "model" "tp-size" "threads" "log-level" "drain-timeout" "health-port" "dist-secret" -}}
 {{- range $option, $value := $all -}}
 {{- if or (ne (index $ 1) "rank") (has $option $taken) }}
 - {name: {{ index $known $option }}, value: {{ include "fissile.text" $value | quote }}}
