@@ -10,14 +10,13 @@ import os
 import random
 import select
 import shutil
-import signal
 import struct
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
@@ -151,7 +150,20 @@ class Machines:
     first: Process
     second: subprocess.Popen[bytes]
     second_log: Path
-    environment: dict[str, str] = field(default_factory=dict)
+    start_second: Callable[[], subprocess.Popen[bytes]]
+
+    def kill(self, machine: int) -> None:
+        """Ends the worker's process of a machine by SIGKILL; its rank ends with it."""
+        process = self.second if machine else self.first.running
+        process.kill()
+        process.wait()
+
+    def start(self, machine: int) -> None:
+        """Starts the worker's process of a machine again, as a service manager would."""
+        if machine:
+            self.second = self.start_second()
+        else:
+            self.first.start()
 
     @property
     def remote_rank(self) -> int:
@@ -197,19 +209,22 @@ def machines(wire: Cable, model: Path, folder: Path, *options: str) -> Iterator[
     given = ["--port", str(port), "--kv-cache-memory", "16MiB", "--dtype", "float32", "--max-model-len", "512"]
     first = Process("machine-0", [*_COMMON, *meeting, *given, *options], port, folder / "machine-0.log", environment)
     log = folder / "machine-1.log"
+
+    def start_second() -> subprocess.Popen[bytes]:
+        with log.open("ab") as output:
+            return subprocess.Popen(
+                ["ip", "netns", "exec", wire.namespace, sys.executable, "-m", *_COMMON, *meeting, "--node-rank", "1"],
+                cwd=REPOSITORY, env={**os.environ, **environment}, stdout=output, stderr=output,
+            )  # fmt: skip
+
     first.start()
-    with log.open("ab") as output:
-        second = subprocess.Popen(
-            ["ip", "netns", "exec", wire.namespace, sys.executable, "-m", *_COMMON, *meeting, "--node-rank", "1"],
-            cwd=REPOSITORY, env={**os.environ, **environment}, stdout=output, stderr=output,
-        )  # fmt: skip
+    made = Machines(first, start_second(), log, start_second)
     try:
         first.wait_serving()
-        yield Machines(first, second, log)
+        yield made
     finally:
-        first.stop(signal.SIGKILL)
-        second.kill()
-        second.wait()
+        made.kill(0)
+        made.kill(1)
 
 
 def ranks_of(pid: int) -> list[int]:

@@ -7,6 +7,7 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
+import grpc
 import pytest
 
 from tests.checkpoints import make_checkpoint
@@ -43,6 +44,23 @@ def test_recovered_machine_is_used_again(pair: Machines) -> None:
     assert pair.description().instance_id != before.instance_id
     assert pair.generate() == expected
     assert "rank 1 on another machine has closed its connection" in pair.first.log.read_text()
+
+
+@pytest.mark.parametrize("machine", [0, 1])
+def test_killed_machine_joins_again_with_same_tokens(pair: Machines, machine: int) -> None:
+    """Its process and rank end at once. The other machine waits for it, and needs no restart by hand."""
+    expected, other = pair.generate(), (pair.first.running if machine else pair.second).pid
+    stream = pair.stream(400)
+    next(stream)
+    pair.kill(machine)
+    with pytest.raises(grpc.RpcError):
+        list(stream)
+    if machine:
+        pair.wait_lost()
+    pair.start(machine)
+    pair.first.wait_serving()
+    assert pair.generate() == expected
+    assert (pair.first.running if machine else pair.second).pid == other
 
 
 def test_logs_of_both_machines_are_json_lines(pair: Machines) -> None:
