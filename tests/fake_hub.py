@@ -56,7 +56,8 @@ class FakeHub:
         token: opens gated repositories.
         repos: repositories by name.
         requested: method and path of every request; behind it the status of one that is refused.
-        ranges: header `Range` of every request for a file's content.
+        authorized: header `Authorization` of the requests; None for requests without one.
+        ranges: header `Range` of every request for the content of weights.
         broken: True to answer all with 500.
         cut: bytes of a file after which its connection breaks, by path; each breaks once.
         fail_once: paths of files whose first request for their content is answered with 500.
@@ -64,6 +65,8 @@ class FakeHub:
         digests: SHA-256 that the list of files claims, by path.
         wrong: what is sent instead of a file's content, by path.
         has_ranges: False to send whole files whatever range is asked for.
+        lies: status, content and headers of every answer about a repository, by its name and `info`, `tree` or a file's
+            path; a content of None has no end.
         held: a file's content stops behind `held_bytes` until this is set, if there is such an event.
         held_bytes: how many.
     """
@@ -72,6 +75,7 @@ class FakeHub:
     token: str = "hf_right"
     repos: dict[str, FakeRepo] = field(default_factory=dict)
     requested: list[str] = field(default_factory=list)
+    authorized: set[str | None] = field(default_factory=set)
     ranges: list[str] = field(default_factory=list)
     broken: bool = False
     cut: dict[str, int] = field(default_factory=dict)
@@ -80,6 +84,7 @@ class FakeHub:
     digests: dict[str, str] = field(default_factory=dict)
     wrong: dict[str, bytes] = field(default_factory=dict)
     has_ranges: bool = True
+    lies: dict[tuple[str, str], tuple[int, bytes | None, dict[str, str]]] = field(default_factory=dict)
     held: threading.Event | None = None
     held_bytes: int = 1
 
@@ -90,8 +95,10 @@ class FakeHub:
 
 
 def digest(path: str, content: bytes) -> str:
-    """Names a content, as the Hub does: of weights, which Git LFS stores, by their SHA-256."""
-    return (hashlib.sha256 if path.endswith(LARGE) else hashlib.sha1)(content).hexdigest()
+    """Names a content, as the Hub does: of weights, which Git LFS stores, by their SHA-256, of others as Git does."""
+    if path.endswith(LARGE):
+        return hashlib.sha256(content).hexdigest()
+    return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
 
 
 @contextmanager
@@ -130,12 +137,14 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _answer(self, body: bool) -> None:
         path = unquote(urlsplit(self.path).path)
+        self.served.authorized.add(self.headers["Authorization"])
         if self.served.broken:
             self._send(500, b"", {}, body)
             return
-        for form, answer in ((TREE, self._tree), (INFO, self._info), (FILE, self._file)):
+        for name, form, answer in (("tree", TREE, self._tree), ("info", INFO, self._info), ("", FILE, self._file)):
             if match := form.fullmatch(path):
-                self._send(*self._checked(match, answer), body)
+                lie = self.served.lies.get((match["repo"], name or match["path"]))
+                self._send(*(lie or self._checked(match, answer)), body)
                 return
         self._send(404, b"", {}, body)
 
@@ -153,19 +162,22 @@ class _Handler(BaseHTTPRequestHandler):
         siblings: list[dict[str, Any]] = []
         for path, content in repo.files(commit).items():
             size = self.served.sizes.get(path, len(content))
-            siblings.append({"rfilename": path, "size": size, "blobId": hashlib.sha1(content).hexdigest()})
+            siblings.append({"rfilename": path, "size": size, "blobId": self._digest(path, content)})
             if path.endswith(LARGE):
                 siblings[-1]["lfs"] = {
-                    "sha256": self.served.digests.get(path, digest(path, content)),
+                    "sha256": self._digest(path, content),
                     "size": size,
                     "pointerSize": 130,
                 }
         info = {"id": match["repo"], "modelId": match["repo"], "sha": commit, "siblings": siblings, "private": False}
         return 200, json.dumps(info).encode(), {"Content-Type": "application/json"}
 
+    def _digest(self, path: str, content: bytes) -> str:
+        return self.served.digests.get(path, digest(path, content))
+
     def _tree(self, repo: FakeRepo, commit: str, match: re.Match[str]) -> tuple[int, bytes, dict[str, str]]:
         files = [
-            {"type": "file", "path": path, "size": len(content), "oid": hashlib.sha1(content).hexdigest()}
+            {"type": "file", "path": path, "size": len(content), "oid": digest(path, content)}
             for path, content in repo.files(commit).items()
         ]
         return 200, json.dumps(files).encode(), {"Content-Type": "application/json"}
@@ -184,22 +196,27 @@ class _Handler(BaseHTTPRequestHandler):
         content = self.served.wrong.get(path, content)
         if self.command == "GET":
             self._cut = self.served.cut.pop(path, None)
-            self.served.ranges.append(self.headers["Range"] or "")
+            if path.endswith(LARGE):
+                self.served.ranges.append(self.headers["Range"] or "")
         if (start := self.headers["Range"]) and self.served.has_ranges:
             first = int(start.removeprefix("bytes=").removesuffix("-"))
             headers["Content-Range"] = f"bytes {first}-{len(content) - 1}/{len(content)}"
             return 206, content[first:], headers
         return 200, content, headers
 
-    def _send(self, status: int, content: bytes, headers: dict[str, str], body: bool) -> None:
+    def _send(self, status: int, content: bytes | None, headers: dict[str, str], body: bool) -> None:
         refusal = f" {status}" if f" {status}" in REFUSED else ""
         self.served.requested.append(f"{self.command} {unquote(urlsplit(self.path).path)}{refusal}")
         self.send_response(status)
         for name, value in headers.items():
             self.send_header(name, value)
-        self.send_header("Content-Length", str(len(content)))
+        if content is not None and "Content-Length" not in headers:
+            self.send_header("Content-Length", str(len(content)))
         self.end_headers()
         if not body:
+            return
+        if content is None:
+            self._write_for_ever()
             return
         if self.served.held is not None and "ETag" in headers:
             self._write(content[: self.served.held_bytes])
@@ -208,6 +225,12 @@ class _Handler(BaseHTTPRequestHandler):
         self._write(content[: self._cut])
         if self._cut is not None:
             self._cut, self.close_connection = None, True
+
+    def _write_for_ever(self) -> None:
+        self.close_connection = True
+        with contextlib.suppress(ConnectionError):
+            while True:
+                self.wfile.write(bytes(1 << 20))
 
     def _write(self, content: bytes) -> None:
         with contextlib.suppress(ConnectionError):

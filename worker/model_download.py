@@ -1,13 +1,14 @@
 """Downloads models from the Hugging Face Hub, once, into the cache of `huggingface_hub`.
 
 Only files that serving needs are downloaded, never pickled weights. The library honours HF_HOME, HF_ENDPOINT, HF_TOKEN
-and HF_HUB_OFFLINE, shows progress on a terminal and keeps complete files. Large files are continued
+and HF_HUB_OFFLINE, shows progress on a terminal and keeps complete files. Files are continued
 (worker/blob_download.py).
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import glob
 import os
 import re
@@ -20,12 +21,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Final
+from typing import Any, Final
 
 import structlog
 
 from common.hub import HubError, HubModel, hub_model
-from worker.blob_download import PARTIAL, LargeFile, download_large_files
+from worker.blob_download import PARTIAL, HubFile, download_files
+from worker.hub_client import bound_answers, too_many_requests
 
 log = structlog.get_logger(__name__)
 
@@ -37,11 +39,15 @@ _BELOW: Final = ("[!0-9]*/*", "[0-9][!_]*/*", "[0-9]_*/*/*", "[0-9]_*/*.safetens
 # Mistral's repositories have their weights twice: `consolidated` files have names of tensors that only Mistral uses.
 _IGNORED: Final = (*_BELOW, "consolidated*.safetensors")
 _GGUF: Final = ".gguf"
-_SHA256: Final = re.compile(r"[0-9a-f]{64}")
+# SHA-256, or Git's SHA-1.
+_DIGEST: Final = re.compile(r"[0-9a-f]{64}|[0-9a-f]{40}")
 _SHARD: Final = re.compile(r"-\d{5}(-of-\d{5}\.gguf)$")
 # Attempts for one download, where each failed one is an error of the server or a lost connection.
 _ATTEMPTS: Final = 3
 _FIRST_SERVER_ERROR: Final = 500
+_UNAUTHORIZED: Final = 401
+_FORBIDDEN: Final = 403
+_TOO_MANY_REQUESTS: Final = 429
 # Seconds between two log lines about a download, where no progress bar is shown.
 _REPORT_S: Final = 15.0
 _GB: Final = 1e9
@@ -81,6 +87,7 @@ def download(model: HubModel, *, weights: bool = True, include: Sequence[str] = 
 
     if not sys.stderr.isatty():
         disable_progress_bars()
+    bound_answers()
     with _explained(model):
         repository = _listed(model)
         needed = _chosen(repository.sizes, _patterns(model, weights), _IGNORED)
@@ -107,13 +114,13 @@ class Repository:
     Attributes:
         sizes: bytes by path; empty if neither the Hub nor the cache has the list.
         blobs: names of the files' contents in the cache, by path; only for a list of the Hub.
-        large: files that a later process can continue, by path; only for a list of the Hub.
+        files: files with their digests, which a later process can continue, by path; only for a list of the Hub.
         commit: hash of the commit; "" without a list of the Hub.
     """
 
     sizes: dict[str, int] = field(default_factory=dict)
     blobs: dict[str, str] = field(default_factory=dict)
-    large: dict[str, LargeFile] = field(default_factory=dict)
+    files: dict[str, HubFile] = field(default_factory=dict)
     commit: str = ""
 
 
@@ -129,18 +136,26 @@ def _listed(model: HubModel) -> Repository:
         with contextlib.suppress(errors.CachedRepoTreeNotFoundError):
             return Repository({each.path: 0 for each in get_cached_repo_tree(model.repo, revision=model.revision)})
         return Repository()
+    if not info.sha:
+        raise HubError(f"{model}: {constants.ENDPOINT} names no commit; check HF_ENDPOINT")
     found = info.siblings or []
-    for name in (info.sha or "", *(each.rfilename for each in found)):
-        if name and not _is_inside(name):
+    sizes = {each.rfilename: each.size or 0 for each in found}
+    for name in (info.sha, *sizes):
+        if not _is_inside(name):
             raise HubError(f"{model}: {constants.ENDPOINT} lists {name!r}, which is not a path inside the repository")
-    blobs = {each.rfilename: each.lfs.sha256 if each.lfs else each.blob_id or "" for each in found}
-    large = {
-        each.rfilename: LargeFile(each.rfilename, each.lfs.sha256, each.size or 0)
+    for name, size in sizes.items():
+        if type(size) is not int or size < 0:
+            raise HubError(f"{model}: {constants.ENDPOINT} lists {name!r} with {size!r} bytes; check HF_ENDPOINT")
+    blobs = {each.rfilename: (each.lfs.sha256 if each.lfs else each.blob_id) or "" for each in found}
+    files = {
+        each.rfilename: HubFile(each.rfilename, blobs[each.rfilename], each.size)
         for each in found
         # The Hub sends larger files by its own protocol alone, which the library has.
-        if each.lfs and _SHA256.fullmatch(each.lfs.sha256) and (each.size or 0) <= constants.MAX_HTTP_DOWNLOAD_SIZE
+        if _DIGEST.fullmatch(blobs[each.rfilename])
+        and each.size is not None
+        and each.size <= constants.MAX_HTTP_DOWNLOAD_SIZE
     }
-    return Repository({each.rfilename: each.size or 0 for each in found}, blobs, large, info.sha or "")
+    return Repository(sizes, blobs, files, info.sha)
 
 
 def _is_inside(name: str) -> bool:
@@ -203,8 +218,8 @@ def _check_disk(model: HubModel, repository: Repository, wanted: Sequence[str]) 
 
     cache, kept = Path(constants.HF_HUB_CACHE), _blobs(model)
     lacking = [path for path in wanted if path in repository.blobs and not (kept / repository.blobs[path]).exists()]
-    large = repository.large
-    size = sum(large[path].missing_bytes(kept) if path in large else repository.sizes[path] for path in lacking)
+    files = repository.files
+    size = sum(files[path].missing_bytes(kept) if path in files else repository.sizes[path] for path in lacking)
     free = shutil.disk_usage(next(each for each in (cache, *cache.absolute().parents) if each.exists())).free
     if size > free:
         raise HubError(
@@ -260,11 +275,11 @@ def _fetched(model: HubModel, repository: Repository, wanted: Sequence[str], pat
 
     allowed = [glob.escape(path) for path in wanted] or list(patterns)
     ignored = None if wanted or model.file else list(_IGNORED)
-    large = [repository.large[path] for path in wanted if path in repository.large]
+    files = [repository.files[path] for path in wanted if path in repository.files]
     started = time.monotonic()
     for attempt in range(_ATTEMPTS):
         try:
-            download_large_files(model, repository.commit, large, _blobs(model))
+            download_files(model, repository.commit, files, _blobs(model))
             folder = snapshot_download(
                 model.repo, revision=model.revision, allow_patterns=allowed, ignore_patterns=ignored
             )
@@ -311,14 +326,41 @@ def _explained(model: HubModel) -> Iterator[None]:
         raise HubError(_unreachable(model, error, constants.HF_HUB_OFFLINE, hub)) from None
     # HTTPError of whichever HTTP client this version of the library uses: a broken connection.
     except (OSError, errors.HTTPError) as error:  # type: ignore[attr-defined]
-        raise HubError(f"{model} cannot be downloaded from {hub}: {_line(error)}") from None
+        raise HubError(f"{model} cannot be downloaded: {_advice(error, hub) or f'{hub}: {_line(error)}'}") from None
+    except HubError:
+        raise
+    # The library raises exceptions of any kind for answers of another form, such as the page of a proxy that wants a
+    # login.
+    except Exception as error:
+        said = f"{type(error).__name__}: {_line(error)}"
+        advice = "check HF_ENDPOINT and proxies, or set HF_HUB_OFFLINE=1 to use the kept files"
+        raise HubError(f"{model} cannot be downloaded: {hub} does not answer like a Hub ({said}); {advice}") from None
+
+
+def _advice(error: BaseException, hub: str) -> str | None:
+    """Advice after an error of the disk, or an answer with a status that says it; None for other errors."""
+    if isinstance(error, OSError) and error.errno is not None and (error.filename or error.errno == errno.ENOSPC):
+        place = error.filename or "the disk of HF_HOME"
+        return f"{place}: {error.strerror}; set HF_HOME to a folder with room that this user may write"
+    response: Any = getattr(error, "response", None)
+    status = getattr(response, "status_code", None)
+    if status == _TOO_MANY_REQUESTS:
+        return too_many_requests(hub, response.headers)
+    if status == _UNAUTHORIZED:
+        return f"{hub} does not accept the token; renew HF_TOKEN, or unset it for public models"
+    if status == _FORBIDDEN:
+        return f"{hub} refuses access; set HF_TOKEN to a token that may read the model"
+    return None
 
 
 def _unreachable(model: HubModel, error: Exception, offline: bool, endpoint: str) -> str:
     """The error for a model that is missing or incomplete in the cache."""
     if offline:
         return f"{model} is neither a path here nor complete in the cache of the Hub, and HF_HUB_OFFLINE is set"
-    reason = _line(error.__cause__ or error)
+    cause = error.__cause__ or error
+    if advice := _advice(cause, endpoint):
+        return f"{model} is not a path here and not complete in the cache; {advice}"
+    reason = _line(cause)
     return f"{model} is not a path here and not complete in the cache, and {endpoint} cannot be reached: {reason}"
 
 
@@ -353,6 +395,6 @@ def _remove_partial_files() -> None:
         for descriptor in Path("/proc/self/fd").iterdir():
             with contextlib.suppress(OSError):
                 path = descriptor.readlink()
-                # A large file's part is named after its digest alone, the library's after the process too.
+                # A part that can be continued is named after its digest alone, the library's after the process too.
                 if path.suffix == PARTIAL and "." in path.stem:
                     path.unlink()

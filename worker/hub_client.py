@@ -1,0 +1,102 @@
+"""HTTP client of `huggingface_hub` with bounds: the library trusts whatever answers at HF_ENDPOINT.
+
+Without bounds it reads an answer of any length into memory, waits for an answer without an end, sleeps as long as
+`Retry-After` says, and writes a file whose name is a header of the answer, also one that leads out of the cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from typing import TYPE_CHECKING, Any, Final
+
+from common.hub import HubError
+from common.limits import MAX_WEIGHT_INDEX_BYTES
+
+if TYPE_CHECKING:
+    import httpx2
+
+# Seconds without any byte after which a hub counts as lost, where the library sets no limit.
+_SILENCE_S: Final = 60.0
+# Longest `Retry-After` that the library may wait for.
+_LONGEST_WAIT_S: Final = 60
+# Headers that the library makes names of files from.
+_NAMES: Final = ("ETag", "X-Linked-Etag", "X-Repo-Commit")
+_FILE_STATUSES: Final = (200, 206)
+_TOO_MANY_REQUESTS: Final = 429
+
+
+@cache
+def bound_answers() -> None:
+    """Gives the library a client whose answers have bounds, once in a process."""
+    from huggingface_hub import set_client_factory  # noqa: PLC0415
+
+    set_client_factory(_client)
+
+
+def _client() -> httpx2.Client:
+    from huggingface_hub.utils._http import default_client_factory  # noqa: PLC0415
+
+    client = default_client_factory()
+    hooks = client.event_hooks
+    client.event_hooks = {
+        "request": [*hooks["request"], _limit_silence],
+        "response": [*hooks["response"], _check_answer],
+    }
+    return client
+
+
+def _limit_silence(request: httpx2.Request) -> None:
+    limits = request.extensions.get("timeout", {})
+    request.extensions["timeout"] = {
+        each: limits.get(each) or _SILENCE_S for each in ("connect", "read", "write", "pool")
+    }
+    # Compressed answers have no length that could be compared.
+    request.headers["Accept-Encoding"] = "identity"
+
+
+def _check_answer(response: httpx2.Response) -> None:
+    """Checks the headers of an answer, and bounds its body unless it is a file's content.
+
+    Raises:
+        HubError: a header leads out of the cache, or the hub wants a long pause.
+    """
+    host = response.request.url.host
+    for name in _NAMES if response.request.method == "HEAD" else ():
+        value = response.headers.get(name, "").lstrip("W/").strip('"')
+        if value in (".", "..") or {"/", "\\", "\0"}.intersection(value):
+            raise HubError(f"{host} sends the {name} {value!r}, which cannot be a file's name; check HF_ENDPOINT")
+    if response.status_code == _TOO_MANY_REQUESTS and seconds(response.headers) > _LONGEST_WAIT_S:
+        raise HubError(too_many_requests(host, response.headers))
+    if response.status_code not in _FILE_STATUSES or "/api/" in response.request.url.path:
+        response.stream = _bounded(response.stream, host)
+
+
+def seconds(headers: Any) -> int:
+    """Seconds of `Retry-After`; 0 without it, and if it is a date."""
+    value = headers.get("Retry-After", "").strip()
+    return int(value) if value.isdecimal() and len(value) < 10 else 0
+
+
+def too_many_requests(hub: str, headers: Any) -> str:
+    """Error message for status 429."""
+    when = f"in {wait} s" if (wait := seconds(headers)) else "later"
+    return f"{hub} limits how often it is asked: try again {when}, or set HF_TOKEN for a higher limit"
+
+
+def _bounded(body: Any, host: str) -> httpx2.SyncByteStream:
+    import httpx2  # noqa: PLC0415
+
+    class BoundedBody(httpx2.SyncByteStream):
+        def __iter__(self) -> Iterator[bytes]:
+            left = MAX_WEIGHT_INDEX_BYTES
+            for piece in body:
+                left -= len(piece)
+                if left < 0:
+                    raise HubError(f"{host} answers with more than {MAX_WEIGHT_INDEX_BYTES} bytes; check HF_ENDPOINT")
+                yield piece
+
+        def close(self) -> None:
+            body.close()
+
+    return BoundedBody()
