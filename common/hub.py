@@ -5,6 +5,7 @@ A local folder or file of that name takes precedence. `worker/model_download.py`
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,8 +38,7 @@ class HubModel:
     @classmethod
     def parse(cls, model: str) -> HubModel | None:
         """Parses the name of a model on the Hub; None when `model` can only be a path."""
-        match = _FORM.fullmatch(model)
-        return None if match is None else cls(match[1], match[2], match[3] or "", match[4])
+        return cls(match[1], match[2], match[3] or "", match[4]) if (match := _FORM.fullmatch(model)) else None
 
     def __str__(self) -> str:
         file = f":{self.file}" if self.file else ""
@@ -47,7 +47,7 @@ class HubModel:
 
 def hub_model(model: str) -> HubModel | None:
     """The model on the Hub that `model` names; None for a path, which need not exist."""
-    return None if Path(model).exists() else HubModel.parse(model)
+    return None if os.path.exists(model) else HubModel.parse(model)
 
 
 def default_model_name(model: str) -> str:
@@ -55,4 +55,4 @@ def default_model_name(model: str) -> str:
     hub, path = hub_model(model), Path(model).absolute()
     if hub is not None:
         return hub.name
-    return re.sub(r"-\d{5}-of-\d{5}$", "", path.stem) if path.is_file() else path.resolve().name
+    return re.sub(r"-\d{5}-of-\d{5}$", "", path.stem) if os.path.isfile(path) else path.resolve().name

@@ -196,8 +196,7 @@ MAX_RECENT_TOKENS = 1 << 20
 KV_DIGEST_WAIT_S = 10.0
 MAX_HOLD_S = 0.25
 MAX_TOKENIZER_BYTES = 256 * MIB
-# Bytes of a checkpoint's files: a JSON configuration file; the index of weights or the header of a file of weights,
-# which name each tensor.
+# Bytes of a checkpoint's files: a JSON configuration file; the index or header that names each tensor.
 MAX_CONFIG_FILE_BYTES = 16 * MIB
 MAX_WEIGHT_INDEX_BYTES = 100 * MIB
 # Of a GGUF file: header, values or tensors, items of an array, vocabulary, token. Published headers have up to 30 MB.
@@ -208,10 +207,11 @@ MAX_GGUF_VOCABULARY_BYTES = 8 * MIB
 MAX_GGUF_TOKEN_BYTES = 1024
 # Token ids are below this number; published vocabularies have at most 901,629 tokens.
 MAX_TOKEN_IDS = 1 << 20
-# Most layers of a model, and most experts of a layer: config.json alone sets the lengths of lists of them. Published
-# models have at most about 130 layers and 512 experts.
+# Most layers of a model, experts of a layer, and experts of all layers: config.json alone sets the lengths of lists of
+# them. Published models have at most about 130 layers, 512 experts in each and 25,000 in all.
 MAX_MODEL_LAYERS = 1024
 MAX_MODEL_EXPERTS = 2048
+MAX_ALL_EXPERTS = 1 << 16
 # Bytes of a configuration file of options, and its values with aliases written out.
 MAX_OPTIONS_FILE_BYTES = MIB
 MAX_OPTIONS_VALUES = 100_000

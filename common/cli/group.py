@@ -227,7 +227,8 @@ def _never_fail_on_characters() -> None:
 
 
 def _refuse(message: str, exit_code: int) -> int:
+    line = " ".join("".join(each if each.isprintable() else " " for each in message).split())
     # Standard error may be closed; the exit code still tells the failure.
     with contextlib.suppress(OSError):
-        click.echo("error: " + " ".join(message.split()), err=True)
+        click.echo(f"error: {line if len(line) < 4_000 else f'{line[:2_000]} ... {line[-1_900:]}'}", err=True)
     return exit_code

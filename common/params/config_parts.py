@@ -170,7 +170,7 @@ def _fits(name: str, layer: str) -> bool:
 def _is_pattern(name: str) -> bool:
     try:
         re.compile(name.removeprefix(REGEX) if name.startswith(REGEX) else "")
-    except re.error:
+    except (re.error, OverflowError, RecursionError):
         return False
     return True
 

@@ -129,10 +129,10 @@ def _size_of_binop(operator: str, left: Any, right: Any) -> int:
         return large if large > _MOST_BITS else 1
     if operator == "*":
         sized, times = (left, right) if isinstance(right, int) else (right, left)
-        return _length(sized) * max(times, 0) if isinstance(times, int) else 1
+        return _length(sized) * max(times, 0) * (1 if isinstance(sized, str) else 8) if isinstance(times, int) else 1
     if operator == "%" and isinstance(left, str):
         return _size_of_format(left, right)
-    return _length(left) + _length(right)
+    return (_length(left) + _length(right)) * (1 if isinstance(left, str) else 8)
 
 
 # Most bits of a number that is charged as 1; a longer one is charged by its bits.
@@ -377,7 +377,7 @@ def compile_template(name: str, source: str) -> jinja2.Template:
     """Compiles a model's chat template for the sandbox.
 
     Raises:
-        TokenizerError: the template has a syntax error.
+        TokenizerError: the template has a syntax error, or is nested too deeply for Python's compiler.
     """
     environment = _Environment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols], finalize=_written_out
@@ -396,5 +396,6 @@ def compile_template(name: str, source: str) -> jinja2.Template:
     }
     try:
         return environment.from_string(source)
-    except jinja2.TemplateSyntaxError as error:
-        raise TokenizerError(f"chat template {name!r}, line {error.lineno}: {error.message}") from None
+    except Exception as error:
+        line = f", line {error.lineno}" if isinstance(error, jinja2.TemplateSyntaxError) else ""
+        raise TokenizerError(f"chat template {name!r}{line}: {getattr(error, 'message', error)}") from None

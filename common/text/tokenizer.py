@@ -52,6 +52,9 @@ MARK_END: Final = "\ufdd1"
 class TokenizerError(Exception):
     """The tokenizer files cannot be used; the message is one line that says what is wrong."""
 
+    def __init__(self, message: str) -> None:
+        super().__init__(" ".join(message.split()))
+
 
 def tokenizer_files(folder: str | Path, converted: Mapping[str, bytes] = MappingProxyType({})) -> dict[str, bytes]:
     """Reads the existing tokenizer files of a checkpoint folder, by name; of config.json only `CLASS_KEYS`.
@@ -99,7 +102,7 @@ def read_json(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
     try:
         content = parse_json(files[name])
     except ValueError as error:
-        raise TokenizerError(f"{name} is not JSON: {_one_line(error)}") from None
+        raise TokenizerError(f"{name} is not JSON: {error}") from None
     if not isinstance(content, dict):
         raise TokenizerError(f"{name} is not a JSON object")
     return content
@@ -210,7 +213,7 @@ class Tokenizer:
             raise
         # The files are JSON of any shape. The library raises Exception, or for a panic BaseException.
         except BaseException as error:
-            said = f"{type(error).__name__}: {_one_line(error)}"
+            said = f"{type(error).__name__}: {error}"
             raise tokenizer_fault(files, f"the tokenizer's files are not of their usual form: {said}") from None
 
     @classmethod
@@ -439,16 +442,15 @@ def _read(files: Mapping[str, bytes]) -> TokenizerParts:
         return read_tokenizer(known, config, settings)
     # transformers and its libraries raise exceptions of any kind.
     except Exception as error:
-        raise tokenizer_fault(files, f"transformers cannot read the tokenizer: {_one_line(error)}") from None
+        raise tokenizer_fault(files, f"transformers cannot read the tokenizer: {error}") from None
 
 
 def tokenizer_fault(files: Mapping[str, bytes], said: str) -> TokenizerError:
     """Returns an error with the message `said`, or one that names tokenizer.json if that file alone cannot be read."""
     try:
         tokenizers.Tokenizer.from_buffer(files["tokenizer.json"])
-    # The library raises plain Exception or ValueError.
     except Exception as error:
-        return TokenizerError(f"tokenizer.json cannot be read: {_one_line(error)}")
+        return TokenizerError(f"tokenizer.json cannot be read: {error}")
     return TokenizerError(said)
 
 
@@ -466,10 +468,6 @@ def _spells_special(content: Mapping[str, Any], special: Set[str]) -> bool:
         return not special.isdisjoint(vocabulary(model))
     merged = ("".join(pair) if isinstance(pair, list) else pair.replace(" ", "", 1) for pair in model["merges"])
     return any(len(token) == 1 for token in special) or not special.isdisjoint(merged)
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())
 
 
 def bad_words_token_ids(words: Iterable[str], tokenizer: Tokenizer, vocab_size: int) -> TokenSequences:

@@ -79,11 +79,11 @@ def read_tokenizer(
     backend.encode_special_tokens = False
     flagged = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
     special = frozenset(flagged.union(map(str, read.all_special_tokens))) - {""}
-    templates = read.chat_template or {}
-    named = dict(read.special_tokens_map)
-    return TokenizerParts(
-        backend, named, special, {"default": templates} if isinstance(templates, str) else dict(templates)
-    )
+    templates = dict(found) if isinstance(found := read.chat_template or {}, Mapping) else {"default": found}
+    for name, text in templates.items():
+        if not isinstance(text, str) or any("\ud800" <= each <= "\udfff" for each in text):
+            raise ValueError(f"the chat template {name!r} is not a text")
+    return TokenizerParts(backend, dict(read.special_tokens_map), special, templates)
 
 
 def _auto_tokenizer(folder: str, config: Mapping[str, Any], settings: Mapping[str, Any]) -> Any:

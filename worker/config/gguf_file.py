@@ -11,6 +11,8 @@ import math
 import mmap
 import re
 import struct
+import sys
+from array import array as number_array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -129,8 +131,13 @@ class GgufModel:
             return ()
         if not isinstance(array, GgufArray) or array.type not in _SCALARS:
             raise UnreadableFileError(f"{self.path}: {key} is not an array of numbers")
+        # Not a tuple, which takes nine times as much memory as the file's numbers.
+        values = number_array("B" if _SCALARS[array.type] == "?" else _SCALARS[array.type])
         with _opened(self.path) as data:
-            return struct.unpack_from(f"<{array.num_items}{_SCALARS[array.type]}", data, array.offset)
+            values.frombytes(data[array.offset : array.offset + array.num_items * values.itemsize])
+        if sys.byteorder == "big":
+            values.byteswap()
+        return values
 
     def header_bytes(self, file: Path) -> int:
         """Number of bytes before the first tensor of a file; all of them in a file without tensors."""

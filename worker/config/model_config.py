@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import sys
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any, TypeVar
 
 from common.config import DTYPES, QuantizationConfig
 from common.files import UnreadableFileError, read_json_file
-from common.limits import MAX_CONFIG_FILE_BYTES
+from common.limits import MAX_ALL_EXPERTS, MAX_CONFIG_FILE_BYTES, MAX_MODEL_EXPERTS
 from common.params.sampling_params import SamplingParams, model_defaults
 from common.wire.heads import CLASSIFIER, NO_HEAD, OUTPUT_HEAD, Head
 from worker.config.architectures import (
@@ -36,8 +37,10 @@ Entry = TypeVar("Entry", int, str)
 _KINDS: dict[type, str] = {int: "whole numbers", str: "names"}
 # Largest count or length: kernels take them in 32 bits.
 _MOST = 2**31 - 1
+_LARGEST = sys.float_info.max
 # Entries of a multimodal model that hold for its text part.
 _OF_WHOLE = ("dtype", "torch_dtype", "quantization_config", "bos_token_id", "eos_token_id")
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _EMBEDDING = "embed_tokens.weight"
 _OUTPUT = "lm_head.weight"
 FULL_ATTENTION = "full_attention"
@@ -48,6 +51,9 @@ INDEXED_ATTENTION = "indexed_attention"
 
 class ModelError(Exception):
     """A checkpoint that cannot be served; the message is one line that says what is wrong and what to change."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(" ".join(message.split()))
 
 
 @dataclass(frozen=True)
@@ -150,11 +156,18 @@ class ModelConfig:
             ModelError: the folder or a file is missing or malformed, or the model is not supported.
         """
         folder = Path(path)
-        source, config = read_config(folder)
-        generation = _read_json(folder / "generation_config.json") or {}
+        try:
+            source, config = read_config(folder)
+            generation = _read_json(folder / "generation_config.json") or {}
+        except OSError as error:
+            raise ModelError(
+                f"{folder} cannot be read: {error.strerror}; change the path or its permissions"
+            ) from error
         try:
             parsed = _parse(config, generation, architectures, settings)
-        except (KeyError, OverflowError, TypeError, ValueError) as error:
+        except ModelError as error:
+            raise ModelError(f"{source}: {error}") from None
+        except (KeyError, OverflowError, RecursionError, TypeError, ValueError) as error:
             what = f"{error} is missing" if isinstance(error, KeyError) else str(error)
             raise ModelError(f"{source} cannot be used: {what}") from error
         needs_head = parsed.generates and not parsed.tie_word_embeddings
@@ -168,7 +181,7 @@ class ModelConfig:
     @property
     def has_experts(self) -> bool:
         """True if some layers are mixtures of experts."""
-        return any(self.source.get(key) for key in ("num_experts", "num_local_experts", "n_routed_experts"))
+        return any(self.source.get(key) for key in _EXPERTS)
 
     @property
     def longest_len(self) -> int:
@@ -319,6 +332,9 @@ def _parse(
     head_dim = _count(settings, "head_dim", hidden_size // heads)
     if heads % kv_heads:
         raise ModelError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
+    experts = max((n for key in _EXPERTS if type(n := settings.get(key)) is int), default=0)
+    if min(experts, MAX_MODEL_EXPERTS) * _count(settings, "num_hidden_layers") > MAX_ALL_EXPERTS:
+        raise ModelError(f"{experts} experts in each layer are too many; at most {MAX_ALL_EXPERTS} in all layers")
     rope, local_rope = ropes(settings)
     if not rope.rotary_dim(head_dim) or rope.rotary_dim(head_dim) % 2:
         # With latent attention, the config class sets head_dim to qk_rope_head_dim: name the entry that the user has.
@@ -519,14 +535,14 @@ def _count(settings: Mapping[str, Any], key: str, default: int | None = None) ->
 def _positive(settings: Mapping[str, Any], key: str, default: float | None = None) -> float:
     """Checks that a number is finite and above 0: others make every result NaN."""
     value = _given(settings, key, default)
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0.0 < value < math.inf:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0.0 < value <= _LARGEST:
         raise ValueError(f"{key} is {value!r}; it must be a number above 0")
     return float(value)
 
 
 def _number(settings: Mapping[str, Any], key: str, default: float | None = None) -> float:
     value = _given(settings, key, default)
-    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+    if not isinstance(value, int | float) or isinstance(value, bool) or not -_LARGEST <= value <= _LARGEST:
         raise ValueError(f"{key} is {value!r}; it must be a number")
     return float(value)
 

@@ -134,12 +134,12 @@ def _gptq(spec: Spec) -> QuantizationConfig:
     if spec.get("pack_dtype", "int32") != "int32":
         raise ValueError(f"gptq pack_dtype {spec['pack_dtype']!r} is not supported; supported: int32")
     named, excluded = [], list(_excluded(spec))
-    for name, own in (spec.get("dynamic") or {}).items():
+    for name, own in _object(spec.get("dynamic") or {}, "dynamic").items():
         pattern = REGEX + name.removeprefix("+:").removeprefix("-:")
         if name.startswith("-:"):
             excluded.append(pattern)
         else:
-            named.append((pattern, _gptq_layer({**spec, **own}, form)))
+            named.append((pattern, _gptq_layer({**spec, **_object(own, name)}, form)))
     return QuantizationConfig(_gptq_layer(spec, form), tuple(named), tuple(excluded))
 
 
@@ -187,6 +187,17 @@ def _flag(spec: Spec, key: str) -> bool:
     return bool(value)
 
 
+def _object(value: Any, key: str) -> Spec:
+    """Returns a setting that must be an object.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{key} is {value!r}; it must be an object")
+    return value
+
+
 def _excluded(spec: Spec) -> tuple[str, ...]:
     return _names(spec, "modules_to_not_convert") or _names(spec, "ignored_layers")
 
@@ -204,14 +215,15 @@ def _compressed_tensors(spec: Spec) -> QuantizationConfig:
     form = spec.get("format", "float-quantized")
     if _has_settings(spec.get("transform_config"), "config_groups"):
         raise ValueError("compressed-tensors transform_config is not supported; supported: none")
-    sparsity = (spec.get("sparsity_config") or {}).get("format", "dense")
+    sparsity = _object(spec.get("sparsity_config") or {}, "sparsity_config").get("format", "dense")
     if sparsity != "dense":
         raise ValueError(
             f"compressed-tensors sparsity_config of format {sparsity!r} is not supported; supported: dense"
         )
     everywhere = LayerQuantConfig()
     named = []
-    for group in spec["config_groups"].values():
+    for group_name, settings in _object(spec["config_groups"], "config_groups").items():
+        group = _object(settings, group_name)
         if (group_form := group.get("format") or form) not in _CT_FORMATS:
             supported = ", ".join(_CT_FORMATS)
             raise ValueError(f"compressed-tensors format {group_form!r} is not supported; supported: {supported}")
@@ -231,7 +243,7 @@ def _has_settings(value: Any, key: str) -> bool:
 
 def _words_layer(group: Spec) -> LayerQuantConfig:
     """Reads integer weights that compressed-tensors packs into words of 32 bits."""
-    weights = group["weights"]
+    weights = _object(group["weights"], "weights")
     kind, bits, strategy = str(weights.get("type", "int")), weights["num_bits"], weights.get("strategy")
     if kind != "int":
         raise ValueError(f"compressed-tensors {_CT_WORDS} weights of type {kind!r} are not supported; supported: int")
@@ -243,7 +255,7 @@ def _words_layer(group: Spec) -> LayerQuantConfig:
     elif strategy != "group":
         raise ValueError(f"weights quantized by {strategy!r} are not supported; supported: channel, group")
     order = weights.get("actorder")
-    if order not in _CT_ORDERS:
+    if not isinstance(order, str | bool | None) or order not in _CT_ORDERS:
         raise ValueError(f"compressed-tensors actorder {order!r} is not supported; supported: group, weight, null")
     is_symmetric = weights.get("symmetric") is None or _flag(weights, "symmetric")
     has_order = _CT_ORDERS[order] and strategy == "group"
@@ -251,7 +263,7 @@ def _words_layer(group: Spec) -> LayerQuantConfig:
 
 
 def _nvfp4_layer(group: Spec) -> LayerQuantConfig:
-    weights = group["weights"]
+    weights = _object(group["weights"], "weights")
     if (weights["num_bits"], weights.get("type"), weights.get("group_size")) != (4, "float", _NVFP4_GROUP):
         found = f"{weights['num_bits']} bits ({weights.get('type')}) in groups of {weights.get('group_size')}"
         raise ValueError(f"NVFP4 weights of {found} are not supported; supported: 4 bits (float) in groups of 16")
@@ -263,30 +275,32 @@ _CT_LAYERS: Final[dict[str, Callable[[Spec], LayerQuantConfig]]] = {_CT_WORDS: _
 
 def _modelopt(spec: Spec) -> QuantizationConfig:
     """Reads FP8 and NVFP4 of NVIDIA's ModelOpt."""
-    algorithm = spec["quant_algo"]
+    algorithm = str(spec["quant_algo"])
     layers = {
         "FP8": LayerQuantConfig("per_tensor", "fp8", False, "modelopt"),
         "NVFP4": LayerQuantConfig("per_1x16", "fp4x2", True, "modelopt"),
     }
     if algorithm not in layers:
         raise ValueError(f"modelopt quant_algo {algorithm!r} is not supported; supported: {', '.join(layers)}")
-    for group in (spec.get("config_groups") or {}).values():
+    for name, group in _object(spec.get("config_groups") or {}, "config_groups").items():
         if algorithm == "NVFP4":
-            _nvfp4_layer(group)
+            _nvfp4_layer(_object(group, name))
     return QuantizationConfig(layers[algorithm], (), _names(spec, "ignore") or _names(spec, "exclude_modules"))
 
 
 def _compressed_tensors_layer(group: Spec) -> LayerQuantConfig:
-    weights, activations = group["weights"], group.get("input_activations") or {}
-    if weights is None:
+    if group["weights"] is None:
         return LayerQuantConfig()
+    weights = _object(group["weights"], "weights")
+    activations = _object(group.get("input_activations") or {}, "input_activations")
     if weights.get("symmetric") is False:
         raise ValueError("compressed-tensors weights with zero points are not supported; supported: symmetric")
-    number = (str(weights.get("type", "int")), int(weights["num_bits"]))
+    kind_of_numbers, bits = str(weights.get("type", "int")), weights["num_bits"]
     dtypes = {("float", 8): "fp8", ("int", 8): "int8", ("float", 4): "fp4x2"}
+    number = (kind_of_numbers, bits if type(bits) is int else 0)
     if number not in dtypes:
         raise ValueError(
-            f"compressed-tensors weights of {number[1]} bits ({number[0]}) are not supported; "
+            f"compressed-tensors weights of {bits!r} bits ({kind_of_numbers}) are not supported; "
             "supported: float 8, int 8, float 4"
         )
     kind = _granularity(str(weights["strategy"]), weights.get("block_structure"), weights.get("group_size"))
@@ -296,8 +310,10 @@ def _compressed_tensors_layer(group: Spec) -> LayerQuantConfig:
 def _quark(spec: Spec) -> QuantizationConfig:
     if spec.get("layer_type_quant_config"):
         raise ValueError("quark's layer_type_quant_config is not supported; supported: layer_quant_config")
-    named = tuple((name, _quark_layer(layer)) for name, layer in (spec.get("layer_quant_config") or {}).items())
-    return QuantizationConfig(_quark_layer(spec["global_quant_config"]), named, _names(spec, "exclude"))
+    layers = _object(spec.get("layer_quant_config") or {}, "layer_quant_config")
+    named = tuple((name, _quark_layer(_object(layer, name))) for name, layer in layers.items())
+    everywhere = _quark_layer(_object(spec["global_quant_config"], "global_quant_config"))
+    return QuantizationConfig(everywhere, named, _names(spec, "exclude"))
 
 
 def _quark_layer(layer: Spec) -> LayerQuantConfig:
@@ -320,8 +336,8 @@ def _granularity(strategy: str, block: Any, group_size: Any) -> str:
     if strategy == "block":
         return _block(block)
     if strategy == "group":
-        if group_size not in _GROUPS:
-            raise ValueError(f"group_size {group_size} is not supported; supported: {', '.join(map(str, _GROUPS))}")
+        if type(group_size) is not int or group_size not in _GROUPS:
+            raise ValueError(f"group_size {group_size!r} is not supported; supported: {', '.join(map(str, _GROUPS))}")
         return _GROUPS[group_size]
     kinds = {"tensor": "per_tensor", "channel": "per_token"}
     if strategy not in kinds:
@@ -332,11 +348,11 @@ def _granularity(strategy: str, block: Any, group_size: Any) -> str:
 
 
 def _block(block: Any) -> str:
-    sizes = tuple(block or ())
-    if sizes not in _BLOCKS:
+    found = [kind for sizes, kind in _BLOCKS.items() if block == list(sizes)]
+    if not found:
         supported = ", ".join(str(list(each)) for each in _BLOCKS)
         raise ValueError(f"weights quantized in blocks of {block} are not supported; supported: {supported}")
-    return _BLOCKS[sizes]
+    return found[0]
 
 
 _METHODS: Final[dict[str, Callable[[Spec], QuantizationConfig]]] = {

@@ -10,6 +10,7 @@ import contextlib
 import copy
 import logging
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from types import NoneType
 from typing import Any, Final
@@ -138,7 +139,9 @@ def _is_setting(name: str, value: object) -> bool:
 
 def _as_number_of(default: object, value: Any) -> Any:
     """Converts an integer to a float if `default` is one: JSON may write 1 for 1.0, which the classes refuse."""
-    return float(value) if isinstance(default, float) and type(value) is int else value
+    # A class refuses an integer that no float holds.
+    fits = isinstance(default, float) and type(value) is int and abs(value) <= sys.float_info.max
+    return float(value) if fits else value
 
 
 def _named(error: Exception, config: Mapping[str, Any], config_class: Any) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -296,7 +297,7 @@ def _files(folder: Path) -> list[Path]:
         outside = [name for name in names if Path(name).name != name]
         if outside:
             raise ModelError(f"{INDEX_FILE} of {folder} names {some(outside)}; files of the same folder are valid")
-        missing = [name for name in names if not (folder / name).exists()]
+        missing = [name for name in names if not os.path.exists(folder / name)]
         if missing:
             raise ModelError(f"{folder} lacks {some(missing)}, named in {INDEX_FILE}; download the checkpoint again")
         return _regular([folder / name for name in names])
@@ -311,10 +312,12 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _regular(files: list[Path]) -> list[Path]:
-    """Checks that files are regular: a device has no end, and a named pipe waits for a writer for ever."""
+    """Checks that files can be read and are regular: a device has no end, and a named pipe waits for a writer."""
     for file in files:
         if not is_regular(file):
             raise ModelError(f"{file} is not a regular file; download the checkpoint again")
+        if not os.access(file, os.R_OK):
+            raise ModelError(f"{file} cannot be read by this user; change its permissions")
     return files
 
 

@@ -15,6 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from common.files import parse_json
+from common.limits import MAX_WEIGHT_INDEX_BYTES
 from worker.config.model_config import ModelError
 
 Shape = tuple[int, ...]
@@ -51,9 +52,18 @@ class Entry:
 
 
 def header_bytes(file: Path) -> int:
-    """Bytes before the first tensor."""
+    """Bytes before the first tensor.
+
+    Raises:
+        ModelError: the file says more than it has, or than any header has.
+    """
     with file.open("rb") as stream:
-        return _HEADER_LENGTH_BYTES + int.from_bytes(stream.read(_HEADER_LENGTH_BYTES), "little")
+        begin = _HEADER_LENGTH_BYTES + int.from_bytes(stream.read(_HEADER_LENGTH_BYTES), "little")
+    most = min(file.stat().st_size, _HEADER_LENGTH_BYTES + MAX_WEIGHT_INDEX_BYTES)
+    if begin > most:
+        found = f"its header has {begin} bytes; at most {most} are valid"
+        raise ModelError(f"{file} is damaged ({found}); download the checkpoint again")
+    return begin
 
 
 def read_entries(file: Path) -> dict[str, Entry]:

@@ -37,6 +37,11 @@ def test_path_like_model_is_a_path(model: str) -> None:
     assert hub_model(model) is None
 
 
+def test_path_longer_than_any_file_has_is_a_path() -> None:
+    assert hub_model("/" + "a" * 5000) is None
+    assert default_model_name("/" + "a" * 5000) == "a" * 5000
+
+
 def test_existing_folder_precedes_hub_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "org" / "name").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)

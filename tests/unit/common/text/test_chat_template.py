@@ -379,6 +379,21 @@ def test_template_syntax_error_is_one_line() -> None:
         ChatTemplate.from_files(files(chat_template="{{ a }}\n{% for %}"))
 
 
+@pytest.mark.parametrize(
+    "source",
+    [
+        pytest.param("{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}", id="nested expression"),
+        pytest.param("{% for a in [1] %}" * 30 + "{% endfor %}" * 30, id="nested loops"),
+        pytest.param("{{ " + "+".join(["1"] * 5000) + " }}", id="long expression"),
+        pytest.param("{% break %}", id="break outside of a loop"),
+    ],
+)
+def test_template_that_python_cannot_compile_is_one_line(source: str) -> None:
+    with pytest.raises(TokenizerError, match="chat template 'default'") as refused:
+        ChatTemplate.from_files(files(chat_template=source))
+    assert "\n" not in str(refused.value)
+
+
 def test_threads_may_share_a_template() -> None:
     chat, results = template(KITCHEN_SINK), []
     messages = [[{"role": "user", "content": f"number {i}"}] for i in range(8)]

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from common.hub import default_model_name, hub_model
 from common.params.sampling_params import SamplingParams
 from common.wire.heads import CLASSIFIER, NO_HEAD, OUTPUT_HEAD
 from worker.config.model_config import ModelConfig, ModelError, RopeConfig
@@ -280,6 +283,27 @@ def test_missing_and_malformed_files(tmp_path: Path) -> None:
             ModelConfig.from_folder(tmp_path)
 
 
+@pytest.fixture
+def other_user() -> Iterator[None]:
+    """A user without the rights of root."""
+    is_root = os.geteuid() == 0
+    if is_root:
+        os.seteuid(65534)
+    yield
+    if is_root:
+        os.seteuid(0)
+
+
+def test_folder_of_another_user_is_refused_in_one_line(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    folder = write(tmp_path)
+    tmp_path.chmod(0)
+    request.getfixturevalue("other_user")
+    with pytest.raises(ModelError, match="cannot be read: Permission denied; change the path or its permissions"):
+        ModelConfig.from_folder(folder)
+    assert hub_model(str(folder)) is None
+    assert default_model_name(str(folder)) == folder.name
+
+
 LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -317,7 +341,9 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
             "original_max_position_embeddings is 0; it must be a positive integer",
         ),
         ({"rope_parameters": YARN | {"rope_theta": 1}}, "rope_theta is 1; it must be above 1 with yarn"),
-        ({"rope_theta": 10**400}, "int too large to convert to float"),
+        ({"rope_theta": 10**400}, "rope_theta is 1000.*; it must be a number above 0"),
+        ({"rms_norm_eps": 10**400}, "rms_norm_eps is 1000.*; it must be a number"),
+        ({**QWEN3_MOE, "num_experts": 2048, "num_hidden_layers": 1000}, "2048 experts in each layer are too many; at "),
         ({"num_hidden_layers": 10**30}, "num_hidden_layers is 1000.*; it must be 1 to 1024"),
         ({"num_hidden_layers": 0}, "num_hidden_layers is 0; it must be 1 to 1024"),
         ({"num_attention_heads": 0}, "num_attention_heads is 0; it must be 1 to 2147483647"),

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -98,7 +99,8 @@ def packed(**weights: Any) -> dict[str, Any]:
         (gptq(sym=1), "sym is 1; it must be true or false"),
         (gptq(dynamic={"+:.*": {"bits": 2}}), "weights of 2 bits are not supported"),
         (gptq(dynamic={"-:(": {}}), "a regular expression after"),
-        (gptq(dynamic=[1]), "quantization_config of method gptq is malformed"),
+        (gptq(dynamic=[1]), r"dynamic is \[1\]; it must be an object"),
+        (gptq(dynamic={"x": 1}), "x is 1; it must be an object"),
         (awq(bits=8), "awq weights of 8 bits are not supported; supported: 4"),
         (awq(version="gemv"), "awq version 'gemv' is not supported; supported: gemm"),
         (awq(version="GEMV_FAST"), "awq version 'gemv_fast' is not supported"),
@@ -252,15 +254,22 @@ def test_unsupported_quantization_is_refused_in_one_line(spec: dict[str, Any], m
     [
         ("fp8", "quantization_config is 'fp8'; it must be an object"),
         ([1], r"quantization_config is \[1\]; it must be an object"),
-        ({"quant_method": "fp8", "weight_block_size": 128}, "of method fp8 is malformed: 'int' object is not iterable"),
+        ({"quant_method": "fp8", "weight_block_size": 128}, "in blocks of 128 are not supported; supported: "),
+        ({"quant_method": "fp8", "weight_block_size": [[1], 2]}, r"in blocks of \[\[1\], 2\] are not supported"),
         # A string would be read as eight layers of one letter each, and the head's weight as fp8.
         ({"quant_method": "fp8", "modules_to_not_convert": "lm_head"}, "'lm_head'; it must be a list of names"),
         ({**ct(), "ignore": [1]}, r"ignore is \[1\]; it must be a list of names"),
         ({**ct(), "ignore": ["re:("]}, "of method compressed-tensors is malformed: .* a regular expression"),
-        ({**ct(), "config_groups": [1]}, "of method compressed-tensors is malformed"),
-        (ct(num_bits=None), "of method compressed-tensors is malformed"),
-        ({"quant_method": "quark", "global_quant_config": 1}, "of method quark is malformed"),
-        ({"quant_method": "quark", "layer_quant_config": "x"}, "of method quark is malformed"),
+        ({**ct(), "ignore": ["re:" + "(" * 5000 + ")" * 5000]}, "is malformed: .* a regular expression"),
+        ({**ct(), "ignore": ["re:a{99999999999999999999}"]}, "is malformed: .* a regular expression"),
+        ({**ct(), "config_groups": [1]}, r"config_groups is \[1\]; it must be an object"),
+        ({**ct(), "config_groups": {"g": 1}}, "g is 1; it must be an object"),
+        ({**ct(), "sparsity_config": [1]}, r"sparsity_config is \[1\]; it must be an object"),
+        (ct(num_bits=None), "weights of None bits"),
+        (ct(num_bits=math.inf), "weights of inf bits"),
+        (ct(num_bits=[8]), r"weights of \[8\] bits"),
+        ({"quant_method": "quark", "global_quant_config": 1}, "global_quant_config is 1; it must be an object"),
+        ({"quant_method": "quark", "layer_quant_config": "x"}, "layer_quant_config is 'x'; it must be an object"),
     ],
 )
 def test_malformed_quantization_error_is_one_line(spec: Any, message: str) -> None:

@@ -231,6 +231,28 @@ def test_digest_samples_large_files(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert weights_digest(folder) != before
 
 
+@pytest.mark.parametrize("size", [0, 1000, 1 << 40, 2**64 - 1])
+def test_digest_of_a_header_longer_than_the_file_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    """Former fault: the digest took as much memory as a file claimed to have."""
+    monkeypatch.setattr("worker.weights.checkpoint.DIGEST_WHOLE_BYTES", 100)
+    monkeypatch.setattr("worker.weights.checkpoint.DIGEST_WINDOW_BYTES", 100)
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(size.to_bytes(8, "little") + bytes(500))
+    if not size:
+        assert weights_digest(tmp_path)
+        return
+    with pytest.raises(ModelError, match=r"is damaged \(its header has \d+ bytes; at most 508 are valid\)"):
+        weights_digest(tmp_path)
+
+
+def test_index_with_a_name_that_no_file_has_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "x" * 5000}}))
+    with pytest.raises(ModelError, match="lacks xxx"):
+        load_weights(tmp_path, {})
+
+
 @pytest.mark.parametrize("name", ["../outside.safetensors", "/outside.safetensors", "sub/inside.safetensors", "..", ""])
 def test_index_with_files_outside_folder_is_refused(tmp_path: Path, name: str) -> None:
     """Former fault: the worker served with weights from outside the checkpoint."""
