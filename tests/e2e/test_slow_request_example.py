@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 from fissile.v1 import inference_pb2 as pb
 
+from tests.chaos.support import log_entries, until
 from tests.e2e.service import REPOSITORY, Service, free_port, running_service
 from tests.e2e.simulated import request, simulated_model, wait_workers
 from tests.e2e.test_observability import Prometheus
@@ -82,6 +83,7 @@ class Example:
 
     def __init__(self, folder: Path, service: Service, admin_port: int, prometheus: Prometheus) -> None:
         self._folder = folder
+        self._router = service.router
         self._prometheus = prometheus
         fissile = folder / "fissile"
         fissile.write_text(f'#!/bin/sh\nexec {sys.executable} -c "from common.cli.main import main; main()" "$@"\n')
@@ -115,6 +117,11 @@ class Example:
             assert time.monotonic() < end
             time.sleep(0.5)
 
+    def until_logged(self, request_id: str) -> None:
+        """Waits for the line of an ended request."""
+        ended = ("request ended", request_id)
+        until(lambda: any((each["event"], each.get("request_id")) == ended for each in log_entries(self._router)))
+
 
 @contextlib.contextmanager
 def running_example(folder: Path) -> Iterator[tuple[Example, Load]]:
@@ -147,11 +154,15 @@ def test_five_commands_lead_from_alert_to_tenant_with_long_prompts(tmp_path: Pat
         assert "FissileFirstTokenBudgetBurnsFast" in example.run(alert)
         frame = example.run(top)
         assert re.search(r"^reports ", frame, re.MULTILINE), frame
+        (documented,) = re.findall(r"\b[0-9a-f]{32}\b", log)
+        blamed, end = list[str](), time.monotonic() + 180
         # Between two reports a request may be fast.
-        end = time.monotonic() + 180
-        while "another tenant" not in (drawn := example.run(trace)):
+        while not blamed:
+            drawn = example.run(trace)
+            (asked,) = re.findall(r"request ([0-9a-f]{32})$", drawn, re.MULTILINE)
+            example.until_logged(asked)
+            blamed = re.findall(r'"(report-\d+)", "tenant": "reports"', example.run(log.replace(documented, asked)))
             assert time.monotonic() < end, drawn
-        while not (blamed := re.findall(r'"request_id": "(report-\d+)", "tenant": "reports"', example.run(log))):
-            assert time.monotonic() < end
+        assert "a request of another tenant" in drawn
         shown = example.run(re.sub(r"report-\d+", blamed[-1], steps))
         assert re.search(r"prefill \d+ at \d+", shown), shown
