@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Final
 
 # To wake an idle process takes some 0.1 ms of CPU, which a worker on the same cores may be computing on.
-INTERVAL_S: Final = 0.1
+INTERVAL_S: Final = 0.25
 # A stall is counted up to here, so that a suspended process does not count for ever.
 MAX_COUNTED_S: Final = 10.0
 
