@@ -16,13 +16,13 @@ and scraper run on the same machine.
 from __future__ import annotations
 
 import contextlib
+import http.client
 import runpy
 import statistics
 import subprocess
 import sys
 import tempfile
 import threading
-import urllib.request
 from collections.abc import Iterator, Sequence
 from concurrent import futures
 from dataclasses import dataclass, field, replace
@@ -111,22 +111,21 @@ def side(part: Part, collector: str, model: Path, worker_options: Sequence[str])
         worker = Process("worker", [*prefix, *arguments, *scraped["worker"]], ports["worker"], log, env)
         arguments = ["router", "--port", str(ports["router"]), "--worker", worker.address]
         router = Process("router", [*prefix, *arguments, *scraped["router"]], ports["router"], log, env)
-        urls = [f"http://127.0.0.1:{options[1]}/metrics" for options in scraped.values() if options]
-        with running([worker, router]), scraping(urls):
+        with running([worker, router]), scraping([int(options[1]) for options in scraped.values() if options]):
             yield Side(router, worker)
 
 
 @contextlib.contextmanager
-def scraping(urls: Sequence[str]) -> Iterator[None]:
-    """Reads each address every second, as OpenMetrics."""
-    is_over = threading.Event()
+def scraping(ports: Sequence[int]) -> Iterator[None]:
+    """Reads the metrics of each port every second: as OpenMetrics, and over one connection, like Prometheus."""
+    is_over, wanted = threading.Event(), {"accept": "application/openmetrics-text;version=1.0.0"}
+    connections = [http.client.HTTPConnection("127.0.0.1", port, timeout=60) for port in ports]
 
     def scrape() -> None:
         while not is_over.wait(_SCRAPE_S):
-            for url in urls:
-                asked = urllib.request.Request(url, headers={"accept": "application/openmetrics-text;version=1.0.0"})
-                with urllib.request.urlopen(asked, timeout=60) as answer:
-                    answer.read()
+            for each in connections:
+                each.request("GET", "/metrics", headers=wanted)
+                each.getresponse().read()
 
     thread = threading.Thread(target=scrape)
     thread.start()
@@ -135,6 +134,8 @@ def scraping(urls: Sequence[str]) -> Iterator[None]:
     finally:
         is_over.set()
         thread.join()
+        for each in connections:
+            each.close()
 
 
 @contextlib.contextmanager
