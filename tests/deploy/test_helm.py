@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -99,6 +101,7 @@ def test_broken_rule_is_found() -> None:
 # Wrong values, and what the message has.
 WRONG = {
     "router.replicas=two": "'/router/replicas': got string, want integer",
+    "router.image.repository=": "'/router/image/repository': minLength: got 0, want 1",
     "router.replica=2": "additional properties 'replica' not allowed",
     "worker.kind=deployment": "'statefulSet', 'leaderWorkerSet'",
     "worker.gpu.vendor=intel": "'none', 'amd', 'nvidia'",
@@ -106,8 +109,8 @@ WRONG = {
     "worker.options.modle=x": 'worker.options: "modle" is no option of `fissile worker`',
     "facade.enabled=true,facade.options.queue-size=1": 'facade.options: "queue-size" is no option of `fissile http`',
     "router.options.port=1": 'router.options: the chart sets "port" itself',
-    "worker.gpu.vendor=amd": "use fissile-worker-rocm",
-    "worker.gpu.vendor=nvidia": "use fissile-worker-cuda",
+    "worker.gpu.vendor=amd,worker.image.repository=fissile-worker-cpu": "use fissile-worker-rocm",
+    "worker.gpu.vendor=nvidia,worker.image.repository=fissile-worker-rocm": "use fissile-worker-cuda",
     "worker.cache.kind=hostPath": "worker.cache.name: the folder on the node",
     "worker.kind=leaderWorkerSet,worker.group.secret=s,worker.cache.kind=volumeClaim": "worker.cache.kind: volumeClaim",
     "worker.kind=leaderWorkerSet": "worker.group.secret: the Secret whose key `secret`",
@@ -132,6 +135,17 @@ def test_wrong_value_is_refused_by_name(values: str) -> None:
     result = template("--set", values)
     assert result.returncode != 0
     assert WRONG[values] in result.stderr
+
+
+def test_values_in_the_how_to_are_accepted(tmp_path: Path) -> None:
+    """Former fault: those of a model over several machines were refused."""
+    page = (ROOT / "docs" / "how-to" / "kubernetes.md").read_text("utf-8")
+    snippets = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    assert len(snippets) == 3
+    for snippet in snippets:
+        (tmp_path / "values.yaml").write_text(snippet)
+        result = template("-f", tmp_path / "values.yaml")
+        assert result.returncode == 0, result.stderr
 
 
 def test_names_of_another_release_do_not_collide() -> None:

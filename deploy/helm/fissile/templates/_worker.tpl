@@ -47,7 +47,7 @@ spec:
     {{- end }}
   containers:
     - name: worker
-      image: {{ include "fissile.image" (list $root $values.image) }}
+      image: {{ include "fissile.workerImage" $root }}
       imagePullPolicy: {{ $root.Values.image.pullPolicy }}
       args:
         - worker
@@ -136,6 +136,16 @@ spec:
     - name: tls
       secret: {secretName: {{ $root.Values.tls.workerSecret }}, defaultMode: 0440}
     {{- end }}
+{{- end -}}
+
+{{/* Image of workers: that of their GPUs' vendor, unless the values name another one. */}}
+{{- define "fissile.workerImage" -}}
+{{- $vendor := .Values.worker.gpu.vendor -}}{{- $given := .Values.worker.image.repository -}}
+{{- $ours := get (dict "none" "fissile-worker-cpu" "amd" "fissile-worker-rocm" "nvidia" "fissile-worker-cuda") $vendor -}}
+{{- if and (ne $vendor "none") (hasPrefix "fissile-worker-" $given) (ne $given $ours) -}}
+{{- fail (printf "worker.gpu.vendor is %s, but worker.image.repository is %s: use %s" $vendor $given $ours) -}}
+{{- end -}}
+{{- include "fissile.image" (list . (merge (dict "repository" ($given | default $ours)) .Values.worker.image)) -}}
 {{- end -}}
 
 {{/* Options of a worker as variables. Pods of ranks get those alone that they take: the others come from the leader. */}}
