@@ -139,10 +139,8 @@ def test_wrong_value_is_refused_by_name(values: str) -> None:
 
 def test_values_in_the_how_to_are_accepted(tmp_path: Path) -> None:
     """Former fault: those of a model over several machines were refused."""
-    page = (ROOT / "docs" / "how-to" / "kubernetes.md").read_text("utf-8")
-    snippets = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
-    assert len(snippets) == 3
-    for snippet in snippets:
+    assert len(snippets("kubernetes.md")) == 3
+    for snippet in snippets("kubernetes.md"):
         (tmp_path / "values.yaml").write_text(snippet)
         result = template("-f", tmp_path / "values.yaml")
         assert result.returncode == 0, result.stderr
@@ -227,6 +225,23 @@ def test_autoscalers_scale_the_workers() -> None:
         assert "replicas" not in worker["spec"]
     (metric,) = objects("hpa", "HorizontalPodAutoscaler")[0]["spec"]["metrics"]
     assert metric["external"]["metric"]["name"] in {name.replace(":", "_") for name in RECORDED}
+
+
+def snippets(page: str) -> list[str]:
+    """The examples in YAML of a how-to."""
+    return re.findall(r"```yaml\n(.*?)```", (ROOT / "docs" / "how-to" / page).read_text("utf-8"), re.DOTALL)
+
+
+def test_autoscalers_in_the_how_tos_are_those_of_the_chart() -> None:
+    (hpa,) = [yaml.safe_load(text) for text in snippets("monitor.md") if "HorizontalPodAutoscaler" in text]
+    assert hpa["spec"] == objects("hpa", "HorizontalPodAutoscaler")[0]["spec"]
+    (scaled,) = [yaml.safe_load(text) for text in snippets("autoscale-with-keda.md")]
+    (ours,) = objects("keda", "ScaledObject")
+    assert problems(scaled) == broken_rules([scaled]) == []
+    assert scaled["spec"].keys() == ours["spec"].keys()
+    for trigger, own in zip(scaled["spec"]["triggers"], ours["spec"]["triggers"], strict=True):
+        assert (trigger["type"], trigger["metricType"]) == (own["type"], own["metricType"])
+        assert ScalingTrigger.from_metadata(trigger["metadata"]).metrics.keys() <= {"requests", "ttft-use"}
 
 
 def test_scaled_object_is_what_the_routers_serve() -> None:
