@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Final
 
 import torch
 
 from kernels import float8, grouped_weight
-from kernels.interface import AnyWeight, QuantizedWeight, QuantType
+from kernels.grouped_weight import GroupedWeight, alike
+from kernels.interface import AnyWeight, ExpertWeights, QuantizedWeight, QuantType
 
 # Rows, and columns, of a block of `per_128x128`.
 _BLOCK = 128
@@ -74,6 +75,28 @@ def selected_rows(weight: QuantizedWeight, *parts: slice) -> QuantizedWeight:
     by_rows = with_row_scales(weight)
     numbers, scales = _below([by_rows.numbers[part] for part in parts]), [by_rows.scales[part] for part in parts]
     return replace(by_rows, numbers=numbers, scales=torch.cat(scales))
+
+
+def alike_experts(experts: Iterable[ExpertWeights]) -> Iterator[ExpertWeights]:
+    """The experts, whose weights in codes all get one form; one after another if they are none."""
+    each = iter(experts)
+    first = next(each, None)
+    if first is None:
+        return
+    if not isinstance(first.gate_up, GroupedWeight) and not isinstance(first.down, GroupedWeight):
+        yield first
+        yield from each
+        return
+    every = [first, *each]
+    gate_ups, downs = (_in_one_form([one.gate_up for one in every]), _in_one_form([one.down for one in every]))
+    for one, gate_up, down in zip(every, gate_ups, downs, strict=True):
+        yield replace(one, gate_up=gate_up, down=down)
+
+
+def _in_one_form(weights: list[AnyWeight]) -> Sequence[AnyWeight]:
+    grouped = [weight for weight in weights if isinstance(weight, GroupedWeight)]
+    # A single expert is converted to floats if its gates and ups order their columns differently.
+    return alike(grouped) if len(grouped) == len(weights) else [as_floats(weight) for weight in weights]
 
 
 def _below(numbers: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from ctypes import CDLL
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from typing_extensions import override
@@ -13,9 +13,8 @@ from kernels.cpu import linear
 from kernels.cpu.fallback import Fallback
 from kernels.cpu.library import DTYPES, check
 from kernels.cpu.routing import route
-from kernels.grouped_weight import GroupedWeight, alike
-from kernels.interface import AnyWeight, ClampedSwiglu, ExpertOps, ExpertWeights, PackedFormat, Routing
-from kernels.quantized_weight import as_floats
+from kernels.interface import ClampedSwiglu, ExpertOps, ExpertWeights, PackedFormat, Routing
+from kernels.quantized_weight import alike_experts
 from kernels.torch_backend.moe import TorchPackedExperts
 
 
@@ -101,7 +100,7 @@ def pack(
 ) -> PanelExperts:
     """Packs experts one by one, in `dtype`, one of `DTYPES`; `packed_dtype` as in `linear.pack`."""
     gate_up, down, inner = [], [], 0
-    for expert in _alike(experts):
+    for expert in alike_experts(experts):
         gate_up.append(linear.pack_any(library, expert.gate_up, expert.gate_up_bias, dtype, packed_dtype))
         down.append(linear.pack_any(library, expert.down, expert.down_bias, dtype, packed_dtype))
         inner = expert.down.shape[1]
@@ -109,28 +108,6 @@ def pack(
     code, down_code = (packed[0].code if packed else 0 for packed in (gate_up, down))
     biases, orders = (_biases(gate_up), _biases(down)), (_orders(gate_up), _orders(down))
     return PanelExperts(first, len(down), *panels, code, down_code, *biases, inner, clamp, *orders)
-
-
-def _alike(experts: Iterable[ExpertWeights]) -> Iterator[ExpertWeights]:
-    """The experts, whose weights in codes all get one form; one after another if they are none."""
-    each = iter(experts)
-    first = next(each, None)
-    if first is None:
-        return
-    if not isinstance(first.gate_up, GroupedWeight) and not isinstance(first.down, GroupedWeight):
-        yield first
-        yield from each
-        return
-    every = [first, *each]
-    gate_ups, downs = (_in_one_form([one.gate_up for one in every]), _in_one_form([one.down for one in every]))
-    for one, gate_up, down in zip(every, gate_ups, downs, strict=True):
-        yield replace(one, gate_up=gate_up, down=down)
-
-
-def _in_one_form(weights: list[AnyWeight]) -> Sequence[AnyWeight]:
-    grouped = [weight for weight in weights if isinstance(weight, GroupedWeight)]
-    # A single expert is converted to floats if its gates and ups order their columns differently.
-    return alike(grouped) if len(grouped) == len(weights) else [as_floats(weight) for weight in weights]
 
 
 def _biases(packed: list[linear.PanelLinear]) -> torch.Tensor | None:

@@ -87,7 +87,7 @@ class TritonBackend(KernelBackend):
     @override
     def packed_format(self, name: str, dtype: torch.dtype) -> PackedFormat | None:
         fp8 = self.settings.target.fp8 if self.settings.target.has_fp8 else None
-        numbers = {"int8": torch.int8, "fp8": fp8}.get(name.removeprefix(_W8A8))
+        numbers = {"int8": torch.int8, "int4": torch.quint4x2, "fp8": fp8}.get(name.removeprefix(_W8A8))
         if numbers is None or dtype not in packed_weight.MODEL_DTYPES:
             return None
         return PackedFormat(numbers, quantizes_rows=name.startswith(_W8A8))

@@ -17,9 +17,11 @@ import triton.language as tl
 from typing_extensions import override
 
 from kernels import float8
+from kernels.grouped_weight import GroupedWeight, nearest_codes
 from kernels.interface import AnyWeight, ClampedSwiglu, ExpertOps, ExpertWeights, PackedFormat, QuantizedWeight, Routing
-from kernels.quantized_weight import as_floats, with_row_scales
-from kernels.triton_backend import mxfp4, packed_weight
+from kernels.quantized_weight import alike_experts, with_row_scales
+from kernels.triton_backend import codes, mxfp4, packed_weight
+from kernels.triton_backend.codes import add_code_products
 from kernels.triton_backend.launch import launch
 from kernels.triton_backend.linear import quantize_rows
 from kernels.triton_backend.packed_weight import GROUP
@@ -31,6 +33,7 @@ _EIGHT_BITS = (torch.int8, torch.float8_e4m3fn, torch.float8_e4m3fnuz)
 _MXFP4 = torch.float4_e2m1fn_x2
 _FORMATS = (
     PackedFormat(_MXFP4),
+    PackedFormat(torch.quint4x2),
     *(PackedFormat(dtype, quantizes_rows) for dtype in _EIGHT_BITS for quantizes_rows in (False, True)),
 )
 
@@ -40,12 +43,14 @@ class StackedWeights:
     """A weight [N, K] of each of E experts.
 
     Attributes:
-        numbers: [E, N, K] in the model dtype, int8 or FP8; or uint8 as in kernels/triton_backend/mxfp4.py.
+        numbers: [E, N, K] in the model dtype, int8 or FP8; or uint8 as in kernels/triton_backend/mxfp4.py,
+            or codes.
         scales: None for the model dtype; float32 [E, K / GROUP, N / row_grain], rounded up, or [E, 1, N] if rows are
-            quantized: number times scale is the weight; or those of MXFP4, [E, N, ...].
+            quantized: number times scale is the weight; or those of MXFP4, [E, N, ...]; or of codes, [E, G', N].
         bias: [E, N] in the model dtype, or None.
         row_grain: rows that share a scale; if gates and ups alternate, so do the scales of their blocks.
         quantizes_rows: True if inputs are converted to the numbers' dtype too, row by row.
+        codes: form of weights in codes; None for all others.
     """
 
     numbers: torch.Tensor
@@ -53,6 +58,7 @@ class StackedWeights:
     bias: torch.Tensor | None
     row_grain: int = 1
     quantizes_rows: bool = False
+    codes: codes.CodeForm | None = None
 
 
 @dataclass(frozen=True)
@@ -128,7 +134,7 @@ def pack(
         clamp: see PackedExperts.
         dtype: the model's: bfloat16, float16 or float32.
         packed_format: None for the model's dtype; int8, or the target's FP8, for the nearest multiples of a float32
-            scale; float4_e2m1fn_x2 for MXFP4, whose inputs are not quantized.
+            scale; float4_e2m1fn_x2 for MXFP4 and quint4x2 for codes (`nearest_codes`), whose inputs are not quantized.
         device: destination.
         fp8: the target's FP8, to which a checkpoint's FP8 numbers are converted.
 
@@ -141,11 +147,13 @@ def pack(
     def one(weight: AnyWeight, bias: torch.Tensor | None) -> StackedWeights:
         if isinstance(weight, QuantizedWeight):
             return _stored(weight, bias, dtype, fp8, device)
-        return _packed(as_floats(weight), bias, dtype, packed_format, device)
+        if isinstance(weight, GroupedWeight):
+            return _in_codes(weight, bias, dtype, device)
+        return _packed(weight, bias, dtype, packed_format, device)
 
     gate_up: list[StackedWeights] = []
     down: list[StackedWeights] = []
-    for expert in experts:
+    for expert in alike_experts(experts):
         bias = None if expert.gate_up_bias is None else _in_turn(expert.gate_up_bias.to(device))
         gate_up.append(one(_weight_in_turn(expert.gate_up, device), bias))
         down.append(one(expert.down, expert.down_bias))
@@ -160,8 +168,14 @@ def _in_turn(rows: torch.Tensor) -> torch.Tensor:
 
 
 def _weight_in_turn(weight: AnyWeight, device: torch.device) -> AnyWeight:
-    if not isinstance(weight, QuantizedWeight):
-        return _in_turn(as_floats(weight).to(device))
+    if isinstance(weight, torch.Tensor):
+        return _in_turn(weight.to(device))
+    if isinstance(weight, GroupedWeight):
+        parts = (weight.codes, weight.scales, weight.zeros, weight.offsets)
+        in_turn, scales, zeros, offsets = (None if each is None else _in_turn(each.to(device)) for each in parts)
+        assert in_turn is not None
+        assert scales is not None
+        return replace(weight, codes=in_turn, scales=scales, zeros=zeros, offsets=offsets)
     if weight.shape[0] % (2 * GROUP):
         # A block may hold gates and ups.
         weight = with_row_scales(weight)
@@ -185,6 +199,14 @@ def _stored(
     return StackedWeights(packed.numbers, scales, None if bias is None else bias.to(device, dtype), packed.row_grain)
 
 
+def _in_codes(
+    weight: GroupedWeight, bias: torch.Tensor | None, dtype: torch.dtype, device: torch.device
+) -> StackedWeights:
+    """Weights of one expert in codes."""
+    numbers, scales, form = codes.laid_out(weight, device)
+    return StackedWeights(numbers, scales, None if bias is None else bias.to(device, dtype), codes=form)
+
+
 def _packed(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
@@ -199,6 +221,8 @@ def _packed(
         return StackedWeights(weight, None, bias)
     if packed_format.dtype == _MXFP4:
         return StackedWeights(*mxfp4.quantized(weight), bias)
+    if packed_format.dtype == torch.quint4x2:
+        return _in_codes(nearest_codes(weight), bias, dtype, device)
     group = weight.shape[1] if packed_format.quantizes_rows else GROUP
     numbers, scales = packed_weight.quantized(weight, packed_format.dtype, group)
     return StackedWeights(numbers, scales.t().contiguous(), bias, quantizes_rows=packed_format.quantizes_rows)
@@ -207,12 +231,14 @@ def _packed(
 def _stacked(experts: list[StackedWeights]) -> StackedWeights:
     """Stacks the packed weights of all experts. Takes them out of the list, so that their memory is freed early."""
     numbers, row_grain = torch.stack([expert.numbers for expert in experts]), experts[0].row_grain
+    forms = [expert.codes for expert in experts if expert.codes is not None]
+    form = codes.stacked(forms) if forms else None
     scales = [expert.scales for expert in experts if expert.scales is not None]
     biases = [expert.bias for expert in experts if expert.bias is not None]
     quantizes_rows = experts[0].quantizes_rows
     experts.clear()
     stacked_scales, stacked_biases = (torch.stack(each) if each else None for each in (scales, biases))
-    return StackedWeights(numbers, stacked_scales, stacked_biases, row_grain, quantizes_rows)
+    return StackedWeights(numbers, stacked_scales, stacked_biases, row_grain, quantizes_rows, form)
 
 
 # Tiles of neighbouring programs, which read the same weights one soon after the other.
@@ -416,6 +442,45 @@ def _fp4_piece(total, x_at, weight_at, scale_at, start, k, inner, dtype: tl.cons
     return _fp4_product(total, upper, codes >> 4, tl.load(exponent_at + 2), dtype)
 
 
+@triton.jit
+def _add_products(
+    total,
+    x_rows,
+    weight_rows,
+    scale_at,
+    scale_columns,
+    inner,
+    dtype: tl.constexpr,
+    SCALED: tl.constexpr,
+    INT8: tl.constexpr,
+    FP4: tl.constexpr,
+    GROUP: tl.constexpr,
+    EVEN: tl.constexpr,
+    INNER: tl.constexpr,
+):
+    """Adds to `total` the product of rows of x with rows of weights that are no codes."""
+    k = tl.arange(0, INNER // 2 if FP4 else INNER)
+    x_at, weight_at = x_rows + k[None, :], weight_rows + k[:, None]
+    for start in range(0, inner, INNER):
+        if FP4:
+            total = _fp4_piece(total, x_at, weight_at, scale_at, start, k, inner, dtype, INNER)
+        elif EVEN:
+            numbers = tl.load(x_at + start)
+            weights = tl.load(weight_at + start)
+        else:
+            numbers = tl.load(x_at + start, mask=k[None, :] < inner - start, other=0.0)
+            weights = tl.load(weight_at + start, mask=k[:, None] < inner - start, other=0.0)
+        if SCALED:
+            part = tl.dot(numbers, weights.to(numbers.dtype), input_precision="ieee")
+            total += part * tl.load(scale_at + start // GROUP * scale_columns)[None, :]
+        elif INT8:
+            total = tl.dot(numbers, weights, total, out_dtype=tl.int32)
+        elif not FP4:
+            # Also FP8 by FP8, for which Hopper otherwise adds many products in less than float32.
+            total = tl.dot(numbers, weights, total, input_precision="ieee", max_num_imprecise_acc=INNER)
+    return total
+
+
 # A program multiplies one tile of pairs by rows of its expert's weight. A tile's pairs can be anywhere in x and out.
 # With GATED, out gets the activation of each gate and the up after it, otherwise the products themselves. Functions
 # are inlined where possible: the interpreter takes 3 ms per call.
@@ -425,6 +490,9 @@ def _grouped_product_kernel(
     x_scales,
     weight,
     scales,
+    zeros,
+    offsets,
+    order,
     bias,
     out,
     tile_experts,
@@ -441,6 +509,7 @@ def _grouped_product_kernel(
     SCALED: tl.constexpr,
     INT8: tl.constexpr,
     FP4: tl.constexpr,
+    BITS: tl.constexpr,
     GATED: tl.constexpr,
     CLAMPED: tl.constexpr,
     GROUP: tl.constexpr,
@@ -467,31 +536,25 @@ def _grouped_product_kernel(
     row = (tl.where(pair >= 0, pair, tl.load(pairs + tile * ROWS)) // pairs_per_row).to(tl.int64)
     weight_column = tl.minimum(block * COLUMNS + tl.arange(0, COLUMNS), columns - 1)
     weight_row = expert * columns + weight_column
-    k = tl.arange(0, INNER // 2 if FP4 else INNER)
-    x_at = x + row[:, None] * x_stride + k[None, :]
-    weight_at = weight + weight_row[None, :] * weight_stride + k[:, None]
+    x_rows = x + row[:, None] * x_stride
+    weight_rows = weight + weight_row[None, :] * weight_stride
     # Without scales these addresses are not read.
     scale_column = (weight_column // (2 * ROW_GRAIN) * 2 + weight_column % 2) if GATED else weight_column // ROW_GRAIN
     scale_at = scales + (weight_row * scale_stride if FP4 else expert * scale_stride + scale_column)
     dtype = out.dtype.element_ty
     total = tl.zeros([ROWS, COLUMNS], tl.int32 if INT8 else tl.float32)
-    for start in range(0, inner, INNER):
-        if FP4:
-            total = _fp4_piece(total, x_at, weight_at, scale_at, start, k, inner, dtype, INNER)
-        elif EVEN:
-            numbers = tl.load(x_at + start)
-            weights = tl.load(weight_at + start)
-        else:
-            numbers = tl.load(x_at + start, mask=k[None, :] < inner - start, other=0.0)
-            weights = tl.load(weight_at + start, mask=k[:, None] < inner - start, other=0.0)
-        if SCALED:
-            part = tl.dot(numbers, weights.to(numbers.dtype), input_precision="ieee")
-            total += part * tl.load(scale_at + start // GROUP * scale_columns)[None, :]
-        elif INT8:
-            total = tl.dot(numbers, weights, total, out_dtype=tl.int32)
-        elif not FP4:
-            # Also FP8 by FP8, for which Hopper otherwise adds many products in less than float32.
-            total = tl.dot(numbers, weights, total, input_precision="ieee", max_num_imprecise_acc=INNER)
+    if BITS:
+        at = (expert * scale_stride + weight_column)[None, :]
+        total = add_code_products(
+            total, x_rows, weight_rows, scale_at[None, :], zeros if zeros is None else zeros + at,
+            offsets if offsets is None else offsets + at,
+            order if order is None else order + expert * (tl.cdiv(inner, 128) * 128),
+            (pair >= 0)[:, None], 0, inner, inner, columns, BITS, GROUP, EVEN,
+        )  # fmt: skip
+    else:
+        total = _add_products(
+            total, x_rows, weight_rows, scale_at, scale_columns, inner, dtype, SCALED, INT8, FP4, GROUP, EVEN, INNER
+        )
     if x_scales is not None:
         total = total.to(tl.float32) * (tl.load(x_scales + row)[:, None] * tl.load(scale_at)[None, :])
     if bias is not None:
@@ -529,22 +592,26 @@ def _multiply(
     if weights.quantizes_rows:
         x, x_scales = quantize_rows(x, weights.numbers.dtype)
     scales = weights.numbers if weights.scales is None else weights.scales
-    is_fp4 = weights.numbers.dtype == torch.uint8
+    form = weights.codes
+    is_fp4 = weights.numbers.dtype == torch.uint8 and form is None
     scale_stride = scales.stride(1) if is_fp4 else scales.stride(0)
-    step = GROUP if is_fp4 else tiles.inner
+    step = tiles.inner if weights.numbers.dtype != torch.uint8 else GROUP
     launch(
         _grouped_product_kernel,
         (len(work.experts) * triton.cdiv(columns, tiles.columns),),
-        *(x, x_scales, weights.numbers, scales, weights.bias, out, work.experts, work.pairs),
+        *(x, x_scales, weights.numbers, scales),
+        *((None, None, None) if form is None else (form.zeros, form.offsets, form.order)),
+        *(weights.bias, out, work.experts, work.pairs),
         *(x.stride(0), weights.numbers.stride(1), scale_stride, scales.shape[2], pairs_per_row, columns, inner),
         0.0 if clamp is None else clamp.alpha,
         0.0 if clamp is None else clamp.limit,
-        SCALED=weights.scales is not None and x_scales is None and not is_fp4,
+        SCALED=weights.scales is not None and x_scales is None and weights.numbers.dtype != torch.uint8,
         INT8=x_scales is not None and x.dtype == torch.int8,
         FP4=is_fp4,
+        BITS=0 if form is None else form.bits,
         GATED=gated,
         CLAMPED=clamp is not None,
-        GROUP=GROUP,
+        GROUP=GROUP if form is None else form.group,
         ROW_GRAIN=weights.row_grain,
         SWIZZLE=_SWIZZLE,
         EVEN=inner % step == 0,

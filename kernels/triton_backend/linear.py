@@ -1,4 +1,4 @@
-"""Matrix products by weights [N, K]: floats, numbers of 8 or 4 bits with scales, and rows of 8 bits by such.
+"""Matrix products by weights [N, K]: floats, numbers or codes of 8 or 4 bits with scales, and rows of 8 bits.
 
 One function computes a tile of rows by a tile of columns for all of them; what differs is how a piece of K is read.
 Sums are float32 (int32 of int8 by int8); scales of rows and the bias are applied in float32, and the result is rounded
@@ -14,8 +14,10 @@ import triton
 import triton.language as tl
 from typing_extensions import override
 
+from kernels.grouped_weight import GroupedWeight
 from kernels.interface import AnyWeight, LinearOps, PackedFormat, QuantizedWeight
 from kernels.triton_backend import packed_weight
+from kernels.triton_backend.codes import add_code_products
 from kernels.triton_backend.launch import launch
 from kernels.triton_backend.packed_weight import GROUP, PackedWeight
 from kernels.triton_backend.target import Settings
@@ -124,12 +126,16 @@ def _part(
     x,
     weight,
     scales,
+    zeros,
+    offsets,
+    order,
     in_rows,
     part,
     part_length,
     inner,
     scale_stride,
     FORMAT: tl.constexpr,
+    BITS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -144,6 +150,10 @@ def _part(
         acc = _fp4_part(x, weight, scales, in_rows, start, end, inner, acc, GROUP, EVEN)
     elif FORMAT == "grouped":
         acc = _grouped_part(x, weight, scales, in_rows, start, end, inner, scale_stride, acc, BLOCK_K, GROUP, EVEN)
+    elif FORMAT == "codes":
+        acc = add_code_products(
+            acc, x, weight, scales, zeros, offsets, order, in_rows, start, end, inner, scale_stride, BITS, GROUP, EVEN
+        )
     elif FORMAT == "int8":
         acc = _int8_part(x, weight, in_rows, start, end, inner, acc, BLOCK_K, EVEN)
     else:
@@ -156,6 +166,9 @@ def _product(
     x,
     weight,
     scales,
+    zeros,
+    offsets,
+    order,
     row_tile,
     column_tile,
     part,
@@ -165,6 +178,7 @@ def _product(
     x_stride,
     part_length,
     FORMAT: tl.constexpr,
+    BITS: tl.constexpr,
     ROW_GRAIN: tl.constexpr,
     PARTS: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -180,24 +194,30 @@ def _product(
     x_rows = x + row_tile.to(tl.int64) * BLOCK_M * x_stride + row * x_stride
     column = tl.minimum(tl.arange(0, BLOCK_N), columns - 1 - column_tile * BLOCK_N)[None, :]
     first = column_tile.to(tl.int64) * BLOCK_N
-    width = tl.cdiv(inner, GROUP) * (GROUP // 2) if FORMAT == "fp4" else inner
+    width = inner
+    if (FORMAT == "fp4") | (FORMAT == "codes"):
+        width = tl.cdiv(inner, 128) * (128 if BITS > 4 else 64)
     weight_rows = weight + first * width + column * width
     if FORMAT == "fp4":
         scales += first * (width // 16) + column * (width // 16)
-    elif FORMAT == "grouped":
+    elif (FORMAT == "grouped") | (FORMAT == "codes"):
         scales += (column_tile * BLOCK_N + column) // ROW_GRAIN
+    if zeros is not None:
+        zeros += column_tile * BLOCK_N + column
+    if offsets is not None:
+        offsets += column_tile * BLOCK_N + column
     n = tl.cdiv(columns, ROW_GRAIN)
     if PARTS == 1:
         total = _part(
-            x_rows, weight_rows, scales, in_rows, part, part_length, inner, n,
-            FORMAT, BLOCK_M, BLOCK_N, BLOCK_K, GROUP, EVEN,
+            x_rows, weight_rows, scales, zeros, offsets, order, in_rows, part, part_length, inner, n,
+            FORMAT, BITS, BLOCK_M, BLOCK_N, BLOCK_K, GROUP, EVEN,
         )  # fmt: skip
     else:
         total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for each in range(PARTS):
             total += _part(
-                x_rows, weight_rows, scales, in_rows, each, part_length, inner, n,
-                FORMAT, BLOCK_M, BLOCK_N, BLOCK_K, GROUP, EVEN,
+                x_rows, weight_rows, scales, zeros, offsets, order, in_rows, each, part_length, inner, n,
+                FORMAT, BITS, BLOCK_M, BLOCK_N, BLOCK_K, GROUP, EVEN,
             )  # fmt: skip
     return total
 
@@ -227,6 +247,9 @@ def _linear_kernel(
     x_scales,
     weight,
     scales,
+    zeros,
+    offsets,
+    order,
     bias,
     out,
     rows,
@@ -237,6 +260,7 @@ def _linear_kernel(
     out_stride,
     part_length,
     FORMAT: tl.constexpr,
+    BITS: tl.constexpr,
     ROW_GRAIN: tl.constexpr,
     PARTS: tl.constexpr,
     SPLIT: tl.constexpr,
@@ -250,9 +274,9 @@ def _linear_kernel(
     head, part = tl.program_id(1).to(tl.int64), tl.program_id(2)
     row_tile, column_tile = _tile(tl.program_id(0), tl.cdiv(rows, BLOCK_M), tl.cdiv(columns, BLOCK_N), TOGETHER)
     total = _product(
-        x + head * x_head_stride, weight + head * columns * inner, scales, row_tile, column_tile, part,
-        rows, columns, inner, x_stride, part_length,
-        FORMAT, ROW_GRAIN, PARTS, BLOCK_M, BLOCK_N, BLOCK_K, GROUP, EVEN,
+        x + head * x_head_stride, weight + head * columns * inner, scales, zeros, offsets, order,
+        row_tile, column_tile, part, rows, columns, inner, x_stride, part_length,
+        FORMAT, BITS, ROW_GRAIN, PARTS, BLOCK_M, BLOCK_N, BLOCK_K, GROUP, EVEN,
     )  # fmt: skip
     row = row_tile.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     column = column_tile * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -285,6 +309,9 @@ def _tile_best_kernel(
     x_scales,
     weight,
     scales,
+    zeros,
+    offsets,
+    order,
     bias,
     values,
     ids,
@@ -295,6 +322,7 @@ def _tile_best_kernel(
     x_stride,
     part_length,
     FORMAT: tl.constexpr,
+    BITS: tl.constexpr,
     ROW_GRAIN: tl.constexpr,
     PARTS: tl.constexpr,
     TOGETHER: tl.constexpr,
@@ -307,8 +335,9 @@ def _tile_best_kernel(
     column_tiles = tl.cdiv(limit, BLOCK_N)
     row_tile, column_tile = _tile(tl.program_id(0), tl.cdiv(rows, BLOCK_M), column_tiles, TOGETHER)
     total = _product(
-        x, weight, scales, row_tile, column_tile, 0, rows, columns, inner, x_stride, part_length,
-        FORMAT, ROW_GRAIN, PARTS, BLOCK_M, BLOCK_N, BLOCK_K, GROUP, EVEN,
+        x, weight, scales, zeros, offsets, order, row_tile, column_tile, 0,
+        rows, columns, inner, x_stride, part_length,
+        FORMAT, BITS, ROW_GRAIN, PARTS, BLOCK_M, BLOCK_N, BLOCK_K, GROUP, EVEN,
     )  # fmt: skip
     row = row_tile.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     column = column_tile * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -386,6 +415,8 @@ class TritonLinearOps(LinearOps):
         kept = packed_weight.kept(weight, dtype, packed_format, target)
         if isinstance(kept, QuantizedWeight):
             return packed_weight.from_quantized(kept, bias, dtype, target.fp8, self._device)
+        if isinstance(kept, GroupedWeight):
+            return packed_weight.from_codes(kept, bias, dtype, self._device)
         if packed_format is None:
             return packed_weight.pack(kept, bias, dtype, None, self._device)
         pack = packed_weight.pack_w8a8 if packed_format.quantizes_rows else packed_weight.pack
@@ -477,7 +508,8 @@ def argmax(x: torch.Tensor, packed: PackedWeight, limit: int, settings: Settings
     launch(
         _tile_best_kernel,
         (row_tiles * column_tiles,),
-        *(x, x_scales, packed.numbers, packed.scales, packed.bias, values, ids, limit),
+        *_factors(x, x_scales, packed),
+        *(packed.bias, values, ids, limit),
         *(x.shape[0], packed.columns, packed.inner, x.stride(0), plan.part_length),
         PARTS=plan.parts,
         **_constants(packed, plan, settings),
@@ -527,7 +559,8 @@ def _multiply(x: torch.Tensor, packed: PackedWeight, out: torch.Tensor, plan: Cu
     launch(
         _linear_kernel,
         (row_tiles * column_tiles, heads, plan.parts if plan.split else 1),
-        *(x, x_scales, packed.numbers, packed.scales, packed.bias, into, num_rows, packed.columns, inner),
+        *_factors(x, x_scales, packed),
+        *(packed.bias, into, num_rows, packed.columns, inner),
         *(x.stride(0), x.stride(1), width, plan.part_length),
         PARTS=1 if plan.split else plan.parts,
         SPLIT=plan.split,
@@ -553,6 +586,13 @@ def _operand(x: torch.Tensor, packed: PackedWeight) -> tuple[torch.Tensor, torch
     return (x if x.stride(-1) == 1 else x.contiguous()), None
 
 
+def _factors(x: torch.Tensor, x_scales: torch.Tensor | None, packed: PackedWeight) -> tuple[torch.Tensor | None, ...]:
+    """Factors of a product, in the order of the kernels' arguments."""
+    form = packed.codes
+    parts = (None, None, None) if form is None else (form.zeros, form.offsets, form.order)
+    return (x, x_scales, packed.numbers, packed.scales, *parts)
+
+
 def _cut(x: torch.Tensor, packed: PackedWeight, settings: Settings) -> Cut:
     operands = _operands(packed)
     agree = operands == "half" and settings.products_agree(packed.dtype)
@@ -571,6 +611,8 @@ def _format(packed: PackedWeight) -> str:
     """Format in which the kernel reads a weight; see `_part` and `_finished`."""
     if packed.scales is None:
         return "float"
+    if packed.codes is not None:
+        return "codes"
     if packed.numbers.dtype == torch.uint8:
         return "fp4"
     if packed.scales.dim() == 2:
@@ -579,15 +621,17 @@ def _format(packed: PackedWeight) -> str:
 
 
 def _constants(packed: PackedWeight, plan: Cut, settings: Settings) -> dict[str, Any]:
-    block = GROUP if _format(packed) == "fp4" else plan.tiles.inner
+    kind, form = _format(packed), packed.codes
+    block = GROUP if kind == "fp4" or form is not None else plan.tiles.inner
     return {
-        "FORMAT": _format(packed),
+        "FORMAT": kind,
+        "BITS": 0 if form is None else form.bits,
         "ROW_GRAIN": packed.row_grain,
         "TOGETHER": _TOGETHER,
         "BLOCK_M": plan.tiles.rows,
         "BLOCK_N": plan.tiles.columns,
         "BLOCK_K": plan.tiles.inner,
-        "GROUP": GROUP,
+        "GROUP": GROUP if form is None else form.group,
         "EVEN": packed.inner % block == 0,
         **compiler_options(plan.tiles, settings.target),
     }

@@ -1,4 +1,4 @@
-"""Weights of matrix products as the kernels read them: floats, numbers of 8 bits or of 4, with scales."""
+"""Weights of matrix products as the kernels read them: floats, numbers or codes of 8 bits or of 4, with scales."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from dataclasses import dataclass
 import torch
 
 from kernels import float8
-from kernels.interface import AnyWeight, PackedFormat, QuantizedFormat, QuantizedWeight
+from kernels.grouped_weight import GroupedWeight, nearest_codes
+from kernels.interface import GROUPED, AnyWeight, PackedFormat, QuantizedFormat, QuantizedWeight
 from kernels.quantized_weight import as_floats
+from kernels.triton_backend import codes
 from kernels.triton_backend.target import CompileTarget
 
 # Dtypes of the models that these kernels support.
@@ -29,14 +31,17 @@ class PackedWeight:
     Attributes:
         numbers: [N, K] or [H, N, K], contiguous, in `dtype`, int8 or FP8; or FP4, uint8 [N, K' / 2] with K' the next
             multiple of 128: of 128 numbers in 64 bytes, byte j has number j in its lower half, 64 + j in its upper one.
+            Codes as `codes` says.
         scales: None for floats; float32 [K / 128, n] where scales change along K, n being N / `row_grain` (both are
-            rounded up), else float32 [N]; for FP4 exponents with a bias of 127, uint8 [N, K' / 32].
+            rounded up), else float32 [N]; for FP4 exponents with a bias of 127, uint8 [N, K' / 32]; for codes of each
+            group, [G', N].
         bias: float32 [N], rounded to `dtype` before, or None.
         dtype: the model's.
         columns: N.
         inner: K.
         row_grain: rows of the weight that share a scale.
         quantizes_rows: whether x is quantized too, row by row.
+        codes: form of a weight in codes; None for all others.
     """
 
     numbers: torch.Tensor
@@ -47,6 +52,7 @@ class PackedWeight:
     inner: int
     row_grain: int = 1
     quantizes_rows: bool = False
+    codes: codes.CodeForm | None = None
 
 
 def pack(
@@ -61,14 +67,16 @@ def pack(
     Args:
         dtype: the model's.
         packed_dtype: None or `dtype`; int8 or FP8 for the nearest multiples of a float32 scale for each row and 128
-            numbers of K. FP8 must be the target's own (`Target.fp8`).
+            numbers of K; quint4x2 for codes (`nearest_codes`). FP8 must be the target's own (`Target.fp8`).
 
     Raises:
         ValueError: another packed dtype.
     """
-    if packed_dtype not in (None, dtype, torch.int8, *_FP8):
+    if packed_dtype not in (None, dtype, torch.int8, torch.quint4x2, *_FP8):
         raise ValueError(f"weights in {dtype} cannot be packed as {packed_dtype}")
     placed = _placed(weight, dtype, device)
+    if packed_dtype == torch.quint4x2:
+        return from_codes(nearest_codes(placed), bias, dtype, device)
     packed_bias = _packed_bias(bias, dtype, device)
     if packed_dtype in (None, dtype):
         return PackedWeight(placed, None, packed_bias, dtype, *weight.shape)
@@ -106,19 +114,15 @@ def keeps(stored: QuantizedFormat, dtype: torch.dtype, target: CompileTarget) ->
         return False
     if stored.numbers in _FP8:
         return target.has_fp8 and stored.numbers in (torch.float8_e4m3fn, target.fp8)
-    return stored.numbers == (torch.uint8 if stored.quant_type == "per_1x32" else torch.int8)
+    return stored == GROUPED or stored.numbers == (torch.uint8 if stored.quant_type == "per_1x32" else torch.int8)
 
 
-def kept(
-    weight: AnyWeight,
-    dtype: torch.dtype,
-    packed_format: PackedFormat | None,
-    target: CompileTarget,
-) -> torch.Tensor | QuantizedWeight:
+def kept(weight: AnyWeight, dtype: torch.dtype, packed_format: PackedFormat | None, target: CompileTarget) -> AnyWeight:
     """Packs a weight for models in `dtype`: as stored if `keeps` allows it, otherwise as floats."""
-    if isinstance(weight, QuantizedWeight) and packed_format is None and keeps(weight.format, dtype, target):
-        return weight
-    return as_floats(weight)
+    if isinstance(weight, torch.Tensor) or packed_format is not None:
+        return as_floats(weight)
+    stored = GROUPED if isinstance(weight, GroupedWeight) else weight.format
+    return weight if keeps(stored, dtype, target) else as_floats(weight)
 
 
 def from_quantized(
@@ -128,6 +132,14 @@ def from_quantized(
     if weight.quant_type == "per_1x32":
         return from_mxfp4(weight.numbers, weight.scales, bias, dtype, device)
     return from_numbers(weight.numbers, weight.scales, bias, dtype, fp8, device)
+
+
+def from_codes(
+    weight: GroupedWeight, bias: torch.Tensor | None, dtype: torch.dtype, device: torch.device
+) -> PackedWeight:
+    """Packs a weight [N, K] in its codes, and a bias [N] or None."""
+    numbers, scales, form = codes.laid_out(weight, device)
+    return PackedWeight(numbers, scales, _packed_bias(bias, dtype, device), dtype, *weight.shape, codes=form)
 
 
 def from_numbers(
@@ -176,10 +188,10 @@ def from_mxfp4(
     if scales.shape != (rows, inner // _FP4_GROUP) or inner % _FP4_GROUP:
         raise ValueError(f"MXFP4 scales {list(scales.shape)} do not go with numbers {list(numbers.shape)}")
     numbers = numbers.to(device)
-    codes = torch.stack((numbers & 15, numbers >> 4), dim=2).view(rows, inner)
-    codes = torch.nn.functional.pad(codes, (0, -inner % GROUP)).view(rows, -1, 2, GROUP // 2)
+    unpacked = torch.stack((numbers & 15, numbers >> 4), dim=2).view(rows, inner)
+    unpacked = torch.nn.functional.pad(unpacked, (0, -inner % GROUP)).view(rows, -1, 2, GROUP // 2)
     padded = torch.nn.functional.pad(scales.to(device), (0, -(inner // _FP4_GROUP) % (GROUP // _FP4_GROUP)))
-    halves = (codes[:, :, 0] | codes[:, :, 1] << 4).reshape(rows, -1)
+    halves = (unpacked[:, :, 0] | unpacked[:, :, 1] << 4).reshape(rows, -1)
     return PackedWeight(halves, padded.contiguous(), _packed_bias(bias, dtype, device), dtype, rows, inner)
 
 

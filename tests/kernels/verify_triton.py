@@ -20,9 +20,12 @@ import numpy as np
 import torch
 
 from kernels import sampling
+from kernels.grouped_weight import GroupedWeight
 from kernels.interface import (
+    GROUPED,
     AllowedBits,
     AllowedIds,
+    AnyWeight,
     AttentionMetaData,
     BiasedIds,
     ExpertWeights,
@@ -47,6 +50,7 @@ STORED = (
     QuantizedFormat(torch.float8_e4m3fn, "per_token"),
     QuantizedFormat(torch.int8, "per_token"),
     QuantizedFormat(torch.uint8, "per_1x32"),
+    GROUPED,
 )
 
 
@@ -94,7 +98,7 @@ class BitVerifier:
                 yield Comparison(name, float("inf"), 0.0, error_reason(error))
 
     def _checks(self) -> Iterator[Check]:
-        for quantize in (None, *packed_formats(self.backend)):
+        for quantize in (None, "int4", *packed_formats(self.backend)):
             yield f"bits of rows of a product, weights {quantize or 'bfloat16'}", partial(self.rows, quantize)
         yield "bits of a prompt in chunks and in decodes", self.chunks
         yield "bits of rows that verify drafts", self.drafts
@@ -258,8 +262,10 @@ class StoredVerifier:
                 except Exception as failure:
                     yield Comparison(title, float("inf"), 1e-2, error_reason(failure))
 
-    def draw(self, stored: QuantizedFormat, rows: int, inner: int) -> QuantizedWeight:
+    def draw(self, stored: QuantizedFormat, rows: int, inner: int) -> AnyWeight:
         """Numbers about as large as weights are."""
+        if stored == GROUPED:
+            return self._codes(rows, inner)
         mxfp4 = stored.quant_type == "per_1x32"
         shapes = {
             "per_token": (rows,),
@@ -275,6 +281,14 @@ class StoredVerifier:
             (scales + 112).byte() if mxfp4 else scales * 1e-4,
             stored.quant_type,
         )
+
+    def _codes(self, rows: int, inner: int) -> GroupedWeight:
+        """Codes of 4 bits with scales, zero points and offsets, in an order of columns."""
+        codes = torch.randint(0, 16, (rows, inner), generator=self._random, dtype=torch.uint8)
+        zeros = torch.randint(0, 16, (rows, inner // 32), generator=self._random, dtype=torch.uint8)
+        scales = (torch.rand(rows, inner // 32, generator=self._random) / 100).half()
+        order = torch.randperm(inner, generator=self._random)
+        return GroupedWeight(codes, 4, 32, scales, zeros, scales.float() / 2, order)
 
     def linear(self, stored: QuantizedFormat) -> tuple[torch.Tensor, torch.Tensor]:
         """A product with a bias."""

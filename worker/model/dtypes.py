@@ -42,7 +42,7 @@ def resolve_dtype(name: str, model_config: ModelConfig, kernels: KernelBackend) 
 # Packs weights as Config.quantize says.
 _NEEDED = {
     "int8": "kernels 'cpu' and dtype float32 or bfloat16, or kernels of a GPU",
-    "int4": "kernels 'cpu' and dtype float32 or bfloat16",
+    "int4": "kernels 'cpu' and dtype float32 or bfloat16, or kernels of a GPU",
     "fp8": "kernels of a GPU that has FP8",
     "w8a8_int8": "kernels of a GPU",
     "w8a8_fp8": "kernels of a GPU that has FP8",

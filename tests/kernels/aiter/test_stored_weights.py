@@ -16,9 +16,10 @@ from kernels.interface import (
     PackedFormat,
     QuantizedWeight,
 )
+from kernels.quantized_weight import as_floats
 from kernels.triton_backend.target import TARGETS, Settings
 from tests.kernels.aiter.watched import NARROW, REFERENCE, TUNED, Fallback, Remembering, draw, fallback_of
-from tests.stored_weights import quantized_weight
+from tests.stored_weights import grouped_weight, quantized_weight
 
 pytestmark = pytest.mark.each_value
 
@@ -174,6 +175,21 @@ def test_unsupported_stored_weights_are_dequantized(library: AiterLibrary) -> No
         backend.linear.pack(gate_up, None, torch.bfloat16, int8)
     assert [line["operation"] for line in logs] == ["block_linear"]
     assert "not packed in another format" in logs[0]["reason"]
+
+
+@pytest.mark.parametrize("which", ["gate_up", "down", "both"])
+def test_weights_in_codes_use_fallback(library: AiterLibrary, which: str) -> None:
+    """Also where only some weights of the experts are in codes."""
+    backend = AiterBackend(Fallback(), library, TUNED)
+    codes = grouped_weight(256, 128, 4, 128, torch.float16, True, False, False)
+    down = grouped_weight(128, 128, 4, 128, torch.float16, True, False, False)
+    expert = ExpertWeights(
+        as_floats(codes) if which == "down" else codes, as_floats(down) if which == "gate_up" else down
+    )
+    backend.linear.apply(draw(2, 128), backend.linear.pack(codes, None, torch.bfloat16))
+    packed = backend.experts.pack([expert], 0, None, torch.bfloat16)
+    backend.experts.apply(draw(2, 128), torch.zeros(2, 1, dtype=torch.int64), torch.ones(2, 1), packed)
+    assert fallback_of(backend) == ["linear.pack", "linear.apply", "experts.pack", "experts.apply"]
 
 
 def test_stored_weights_with_batch_invariance(library: AiterLibrary) -> None:

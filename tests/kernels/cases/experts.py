@@ -8,6 +8,7 @@ import torch
 
 from kernels.interface import ClampedSwiglu, Routing
 from kernels.triton_backend import experts
+from kernels.triton_backend.codes import CodeForm
 from kernels.triton_backend.routing import route
 from kernels.triton_backend.target import Settings
 from tests.kernels.cases import Case
@@ -86,6 +87,24 @@ def _moe(
     return Case(run, matrix=frozenset({"_grouped_product_kernel"}))
 
 
+def _run_codes(settings: Settings) -> None:
+    """GPTQ with act-order, of Qwen3-30B-A3B."""
+    num_experts, hidden, inner = QWEN3
+
+    def codes(rows: int, width: int) -> experts.StackedWeights:
+        groups = width // 128
+        zeros = torch.empty(num_experts, groups, rows, dtype=torch.uint8)
+        order = torch.empty(num_experts, width, dtype=torch.int32)
+        scales = torch.empty(num_experts, groups, rows, dtype=torch.float16)
+        numbers = torch.empty(num_experts, rows, width // 2, dtype=torch.uint8)
+        return experts.StackedWeights(numbers, scales, None, codes=CodeForm(4, 128, zeros, None, order))
+
+    gate_up, down = codes(2 * inner, hidden), codes(hidden, inner)
+    ids, weights = torch.empty(8, 8, dtype=torch.int64), torch.empty(8, 8)
+    x = torch.empty(8, hidden, dtype=torch.bfloat16)
+    experts.moe(x, ids, weights, experts.PackedExperts(0, gate_up, down, None), settings)
+
+
 QWEN3 = (128, 2048, 768)
 GPT_OSS = (32, 2880, 2880)
 CLAMP = ClampedSwiglu(1.702, 7.0)
@@ -109,5 +128,7 @@ CASES: dict[str, Case] = {
         matrix=frozenset({"_grouped_product_kernel"}),
     ),
     "moe-fp8-blocks": Case(_run_blocks, matrix=frozenset({"_grouped_product_kernel"})),
+    # Four registers on sm_90, with a pipeline of three stages.
+    "moe-codes": Case(_run_codes, frozenset({"_grouped_product_kernel"}), spills=(("_grouped_product_kernel", 4),)),
     "moe-mxfp4": _moe(GPT_OSS, 4, torch.bfloat16, torch.float4_e2m1fn_x2, CLAMP),
 }

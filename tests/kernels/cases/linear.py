@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
+from kernels.grouped_weight import GroupedWeight
 from kernels.interface import QuantizedWeight
 from kernels.triton_backend import linear
-from kernels.triton_backend.packed_weight import PackedWeight, from_quantized
+from kernels.triton_backend.packed_weight import PackedWeight, from_codes, from_quantized
 from kernels.triton_backend.target import Settings
 from tests.kernels.cases import Case
 
@@ -50,6 +53,29 @@ def fp8_blocks(settings: Settings) -> None:
     multiply(from_quantized(stored, None, BF16, settings.target.fp8, torch.device("cpu")), settings, FEW)
 
 
+def codes(
+    settings: Settings,
+    rows: tuple[int, ...],
+    bits: int = 4,
+    group: int = 128,
+    inner: int = K,
+    has_zeros: bool = False,
+    has_offsets: bool = False,
+    has_order: bool = False,
+) -> None:
+    groups = -(-inner // group)
+    weight = GroupedWeight(
+        torch.empty(N, inner, dtype=torch.uint8),
+        bits,
+        group,
+        torch.empty(N, groups, dtype=FP16),
+        torch.empty(N, groups, dtype=torch.uint8) if has_zeros else None,
+        torch.empty(N, groups) if has_offsets else None,
+        torch.arange(inner) if has_order else None,
+    )
+    multiply(from_codes(weight, None, BF16, torch.device("cpu")), settings, *rows)
+
+
 def w8a8(settings: Settings) -> None:
     multiply(scaled(torch.int8, N, quantizes_rows=True), settings, MANY)
     multiply(scaled(settings.target.fp8, N, quantizes_rows=True), settings, FEW)
@@ -76,6 +102,11 @@ CASES = {
     "fp8": Case(fp8, MATRIX),
     "fp8-blocks": Case(fp8_blocks, MATRIX),
     "fp4": Case(fp4, MATRIX),
+    "gptq": Case(partial(codes, rows=(FEW, MANY), has_zeros=True, has_order=True), MATRIX),
+    "int4": Case(partial(codes, rows=(FEW, MANY), group=32, inner=UNEVEN), MATRIX),
+    # GGUF's Q4_K and Q6_K.
+    "offsets": Case(partial(codes, rows=(FEW,), group=32, has_zeros=True, has_offsets=True), MATRIX),
+    "codes of 8 bits": Case(partial(codes, rows=(FEW,), bits=8, group=16), MATRIX),
     "w8a8": Case(w8a8, MATRIX),
     # Two registers outside the loop over K: on an H200 the head's product takes what reading its weight takes.
     "argmax": Case(argmax, frozenset({"_tile_best_kernel"}), (("_tile_best_kernel", 2),)),

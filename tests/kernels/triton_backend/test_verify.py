@@ -67,7 +67,7 @@ def test_formats_unsupported_by_gpu_are_skipped_by_name(
     assert [line.split(":")[0] for line in lines[:-1]] == ["skip   weights fp8", "skip   weights w8a8_fp8"]
     monkeypatch.setattr(BitVerifier, "rows", lambda *_: True)
     names = [check.name.split()[-1] for check in BitVerifier(backend).all("weights")]
-    assert names == ["bfloat16", "int8", "w8a8_int8"]
+    assert names == ["bfloat16", "int4", "int8", "w8a8_int8"]
 
 
 def test_verify_triton_without_gpu_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
