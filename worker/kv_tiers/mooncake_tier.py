@@ -34,6 +34,8 @@ log = structlog.get_logger(__name__)
 TIMEOUT_S: Final = 1.0
 # The library's longest wait, for a master that is missing at its start. One that takes longer hangs for good.
 LONGEST_WAIT_S: Final = 90.0
+# Longest wait for the end of a killed process: one in a system call on a network card may end later.
+END_S: Final = 5.0
 # Errors of Mooncake's client that are no fault: no such value, and no room.
 _NO_SUCH_VALUE: Final = -704
 _NO_ROOM: Final = -200
@@ -219,9 +221,12 @@ class MooncakeClient:
         return result, read
 
     def close(self) -> None:
-        """Ends the process and waits for its end. May be called twice."""
+        """Kills the process, and waits END_S at most for its end. May be called twice."""
         self._process.kill()
-        self._process.wait()
+        try:
+            self._process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            log.warning("Mooncake's client was killed and still runs", pid=self.pid, waited_s=END_S)
 
     def _wait(self, slot: int, answer: Future[int]) -> int:
         """The result of a call. Leaves the slot to the process if it is late."""

@@ -258,6 +258,23 @@ def test_closed_tier_leaves_no_process_and_starts_none(tier: MooncakeTier) -> No
     assert tier.pid == process
 
 
+def test_killed_process_that_does_not_end_holds_up_no_close(
+    tier: MooncakeTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a system call on a network card: the signal has no effect yet."""
+    process = tier.pid
+    with monkeypatch.context() as patched, capture_logs() as lines:
+        patched.setattr(mooncake_tier, "END_S", 0.01)
+        patched.setattr(tier._client._process, "kill", lambda: None)
+        tier.close()
+    assert Path(f"/proc/{process}").exists()
+    assert {"event": "Mooncake's client was killed and still runs", "log_level": "warning", "pid": process} == {
+        key: value for [line] in [lines] for key, value in line.items() if key != "waited_s"
+    }
+    tier.close()
+    assert not Path(f"/proc/{process}").exists()
+
+
 @pytest.mark.parametrize("mood", ["well", "lies", "hangs", "aborts"])
 def test_no_request_waits_for_the_library(library: Library, mood: str, monkeypatch: pytest.MonkeyPatch) -> None:
     tiers = KvTiers(open_tiers(MASTER, 16 * BLOCK), 16 * BLOCK)
