@@ -347,7 +347,10 @@ class TierLookups:
             fetch = lookup.fetch
             if fetch is not None and fetch.is_done:
                 has_room = self._take_blocks(lookup, fetch, now, has_room=has_room)
-            elif seq.waits_for_kv:
+                if lookup.fetch is not None:
+                    continue
+            # A prompt longer than one fetch asks for the next blocks at once: a later look may be a long step away.
+            if seq.waits_for_kv:
                 self._ask(lookup, coming, now)
 
     def _begin(self, seq: Sequence, now: float) -> _Lookup:
