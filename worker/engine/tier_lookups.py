@@ -103,7 +103,7 @@ class BlockStore(Protocol):
         ...
 
     def take_memory_changes(self) -> list[tuple[bytes, bool]]:
-        """Changes of host memory since the last call, in order: a name, and True if it has a block now."""
+        """Changes of host memory since the last call, in order: a name, and True if its granule is whole now."""
         ...
 
     @property
@@ -111,8 +111,8 @@ class BlockStore(Protocol):
         """Blocks read from host memory per second; 0 if unknown."""
         ...
 
-    def fetch(self, names: Many[bytes]) -> Fetch | None:
-        """Begins to read blocks; None if there is no room for any now."""
+    def fetch(self, names: Many[bytes], parent: bytes) -> Fetch | None:
+        """Begins to read blocks behind the block `parent`; None if there is no room for any now."""
         ...
 
     def store(self, blocks: Iterable[tuple[bytes, bytes, bytes]]) -> None:
@@ -418,9 +418,10 @@ class TierLookups:
                 seq.ledger.tier_wait.is_late = True
             lookup.close()
         elif lookup.fetch is None and now >= lookup.ask_at:
-            names = self._names(seq, self._hittable(seq))[lookup.start :]
+            known = self._names(seq, self._hittable(seq))
+            names = known[lookup.start :]
             if names and names[0] not in coming:
-                lookup.fetch = self.store.fetch(names)
+                lookup.fetch = self.store.fetch(names, known[lookup.start - 1] if lookup.start else b"")
                 if lookup.fetch is not None:
                     self._note_granules(seq, range(lookup.start, lookup.start + lookup.fetch.num_names))
                     coming.add(names[0])

@@ -8,14 +8,23 @@ import mmap
 import threading
 from dataclasses import dataclass
 
+from common.wire.block_hash import GRANULE_BLOCKS
+
 
 @dataclass(slots=True)
 class _Entry:
-    """One value: its slot, the name of the block before, how many kept blocks follow it, and when it was used last."""
+    """One value.
+
+    Attributes:
+        slot: its place in the area.
+        parent: name of the block before, which may be absent; empty if unknown.
+        run: kept blocks in a row that end with this one, at most GRANULE_BLOCKS.
+        used: time of its last use.
+    """
 
     slot: int
     parent: bytes
-    num_children: int = 0
+    run: int = 0
     used: int = 0
 
 
@@ -36,6 +45,8 @@ class MemoryTier:
         self._area = mmap.mmap(-1, max(1, self._num_slots) * self._width)
         self._free = list(range(self._num_slots - 1, -1, -1))
         self._entries: dict[bytes, _Entry] = {}
+        # Kept blocks behind each block, which may be absent.
+        self._children: dict[bytes, set[bytes]] = {}
         # Ends of chains by time of use; an entry that was used later, has children or is gone is stale.
         self._ends: list[tuple[int, bytes]] = []
         self._ticks = itertools.count(1)
@@ -68,16 +79,15 @@ class MemoryTier:
                 return False
             slot = self._free.pop()
             self._area[slot * self._width : (slot + 1) * self._width] = value
-            # Only a parent that is here now counts its children, and stays as long as it has any.
-            entry = self._entries[name] = _Entry(slot, parent if parent in self._entries else b"")
-            self._note(name, True)
+            entry = self._entries[name] = _Entry(slot, parent)
             self._touch(name, entry)
-            if entry.parent:
-                self._entries[parent].num_children += 1
+            if parent:
+                self._children.setdefault(parent, set()).add(name)
+            self._count_runs(name)
             return True
 
     def watch(self) -> None:
-        """Makes `take_changes` report changes from now on."""
+        """Makes `take_changes` report from now on which blocks end a granule's number of blocks in a row."""
         self._changes = []
 
     @property
@@ -86,7 +96,7 @@ class MemoryTier:
         return bool(self._changes)
 
     def take_changes(self) -> list[tuple[bytes, bool]]:
-        """Changes since the last call, in order: a name, and True if it has a value now."""
+        """Changes since the last call, in order: a name, and True if the granule that it ends is whole now."""
         if not self._changes:
             return []
         with self._lock:
@@ -97,35 +107,47 @@ class MemoryTier:
         """Forgets a value; blocks behind it stay until they are the least recently used."""
         with self._lock:
             entry = self._entries.get(name)
-            if entry is None:
-                return
-            for each in self._entries.values() if entry.num_children else ():
-                if each.parent == name:
-                    each.parent = b""
-            self._remove(name, entry)
+            if entry is not None:
+                self._remove(name, entry)
+                self._count_runs(*self._children.get(name, ()))
 
     def clear(self) -> None:
         """Forgets all values."""
         with self._lock:
             self._free += [entry.slot for entry in self._entries.values()]
-            for name in self._entries:
-                self._note(name, False)
+            for name, entry in self._entries.items():
+                self._note(name, entry, 0)
             self._entries.clear()
+            self._children.clear()
             self._ends.clear()
 
     def close(self) -> None:
         """Forgets all values."""
         self.clear()
 
-    def _note(self, name: bytes, is_kept: bool) -> None:
-        if self._changes is not None:
-            self._changes.append((name, is_kept))
+    def _count_runs(self, *names: bytes) -> None:
+        """Counts the blocks in a row that end with these kept blocks, and with the blocks behind them."""
+        left = list(names)
+        while left:
+            name = left.pop()
+            entry = self._entries[name]
+            before = self._entries.get(entry.parent)
+            run = min(GRANULE_BLOCKS, 1 + (before.run if before else 0))
+            if run != entry.run:
+                self._note(name, entry, run)
+                left += self._children.get(name, ())
+
+    def _note(self, name: bytes, entry: _Entry, run: int) -> None:
+        """Sets the run of a block, and notes whether it makes a granule whole."""
+        if self._changes is not None and GRANULE_BLOCKS in (entry.run, run):
+            self._changes.append((name, run == GRANULE_BLOCKS))
+        entry.run = run
 
     def _touch(self, name: bytes, entry: _Entry) -> None:
         entry.used = next(self._ticks)
         heapq.heappush(self._ends, (entry.used, name))
         if len(self._ends) > 4 * len(self._entries) + 64:
-            self._ends = [(each.used, key) for key, each in self._entries.items() if not each.num_children]
+            self._ends = [(each.used, key) for key, each in self._entries.items() if key not in self._children]
             heapq.heapify(self._ends)
 
     def _evict(self, kept: bytes) -> bool:
@@ -134,7 +156,7 @@ class MemoryTier:
         while self._ends:
             used, name = heapq.heappop(self._ends)
             entry = self._entries.get(name)
-            if entry is None or entry.num_children or entry.used != used:
+            if entry is None or name in self._children or entry.used != used:
                 continue
             if name == kept:
                 stale.append((used, name))
@@ -147,10 +169,11 @@ class MemoryTier:
 
     def _remove(self, name: bytes, entry: _Entry) -> None:
         del self._entries[name]
-        self._note(name, False)
+        self._note(name, entry, 0)
         self._free.append(entry.slot)
-        if entry.parent:
-            before = self._entries[entry.parent]
-            before.num_children -= 1
-            if not before.num_children:
-                heapq.heappush(self._ends, (before.used, entry.parent))
+        if siblings := self._children.get(entry.parent):
+            siblings.remove(name)
+            if not siblings:
+                del self._children[entry.parent]
+                if (before := self._entries.get(entry.parent)) is not None:
+                    heapq.heappush(self._ends, (before.used, entry.parent))

@@ -16,6 +16,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import pairwise
 from typing import Final, Protocol, TypeVar
 
 import structlog
@@ -101,6 +102,11 @@ class KvTier(Protocol):
 class KvFetch:
     """Blocks that a thread reads.
 
+    Args:
+        names: of the blocks, each behind the one before.
+        parent: name of the block before the first; empty without one.
+        release: called once the blocks' memory is given back.
+
     Attributes:
         num_names: blocks asked for.
         blocks: what was found, up to the first block that no tier has; complete once `is_done`.
@@ -108,8 +114,9 @@ class KvFetch:
         is_done: True once reading has ended.
     """
 
-    def __init__(self, names: Sequence[bytes], release: Callable[[], None]) -> None:
+    def __init__(self, names: Sequence[bytes], parent: bytes, release: Callable[[], None]) -> None:
         self._names = names
+        self._parent = parent
         self._release = release
         self._lock = threading.Lock()
         self._is_closed = False
@@ -118,11 +125,11 @@ class KvFetch:
         self.results = Counter[tuple[str, str]]()
         self.is_done = False
 
-    def read(self, get: Callable[[bytes, Counter[tuple[str, str]]], bytes | None]) -> bool:
+    def read(self, get: Callable[[bytes, bytes, Counter[tuple[str, str]]], bytes | None]) -> bool:
         """Reads the blocks, unless the fetch is closed meanwhile; returns False if it was."""
         try:
-            for name in self._names:
-                if self._is_closed or (block := get(name, self.results)) is None:
+            for parent, name in pairwise((self._parent, *self._names)):
+                if self._is_closed or (block := get(name, parent, self.results)) is None:
                     break
                 self.blocks.append(block)
         finally:
@@ -284,7 +291,7 @@ class KvTiers:
         return any(tier.has_changes for tier in self._memory)
 
     def take_memory_changes(self) -> list[tuple[bytes, bool]]:
-        """Changes of host memory since the last call, in order: a name, and True if it has a block now."""
+        """Changes of host memory since the last call, in order: a name, and True if its granule is whole now."""
         return [change for tier in self._memory for change in tier.take_changes()]
 
     @property
@@ -294,14 +301,14 @@ class KvTiers:
         seconds = sum(shelf.traffic[READ][1] for shelf in found)
         return sum(shelf.counts[HIT] for shelf in found) / seconds if seconds > 0 else 0.0
 
-    def fetch(self, names: Sequence[bytes]) -> KvFetch | None:
-        """Begins to read blocks, as many as there is room for. None if there is no room now."""
+    def fetch(self, names: Sequence[bytes], parent: bytes = b"") -> KvFetch | None:
+        """Begins to read blocks behind `parent`, as many as there is room for. None if there is no room now."""
         with self._lock:
             count = min(len(names), self.most_waiting - self._num_read)
             if count <= 0:
                 return None
             self._num_read += count
-        fetch = KvFetch(names[:count], lambda: self._release(count))
+        fetch = KvFetch(names[:count], parent, lambda: self._release(count))
         self._fetches.put(fetch)
         return fetch
 
@@ -369,14 +376,13 @@ class KvTiers:
             except Exception as error:
                 log.warning("KV blocks are not read", why=f"{type(error).__name__}: {error}")
 
-    def _get(self, name: bytes, results: Counter[tuple[str, str]]) -> bytes | None:
+    def _get(self, name: bytes, parent: bytes, results: Counter[tuple[str, str]]) -> bytes | None:
         for place, shelf in enumerate(self._shelves):
             block, result = shelf.get(name, self._block_bytes)
             results[shelf.name, result] += 1
             if block is not None:
                 if place and self._memory:
-                    # The block before is not known here, so in memory this one is the end of a chain.
-                    self._memory[0].put(name, b"", pack(name, block))
+                    self._memory[0].put(name, parent, pack(name, block))
                 return block
         return None
 

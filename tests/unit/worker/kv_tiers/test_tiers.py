@@ -16,6 +16,7 @@ import pytest
 from common.config import Config
 from common.errors import InvalidFieldError
 from common.params.sampling_params import SamplingParams
+from common.wire.block_hash import GRANULE_BLOCKS
 from tests.checkpoints import make_checkpoint
 from tests.unit.worker.engine.small_engine import BLOCK, engine, prompts
 from worker import engine_factory
@@ -124,6 +125,59 @@ def test_memory_keeps_each_new_block_under_random_use() -> None:
             tier.drop(rnd.choice(sorted(names)))
     tier.clear()
     assert len(tier) == 0
+
+
+def test_memory_reports_each_granule_that_is_whole_and_no_other() -> None:
+    """Brute force over random use: blocks also come back in front of kept ones, and leave from the middle."""
+    rnd = random.Random(6)
+    tier, reported, seen = MemoryTier(40 * VALUE, VALUE), set[bytes](), set[bytes]()
+    tier.watch()
+    parents = {name(): b""}
+    for number in range(1, 60):
+        parents[name(number)] = rnd.choice([each for each in list(parents)[-3:] if each != name()] or [b""])
+    del parents[name()]
+
+    def is_whole(each: bytes) -> bool:
+        chain = [each]
+        while parents.get(chain[-1]) and len(chain) < GRANULE_BLOCKS:
+            chain.append(parents[chain[-1]])
+        return len(chain) == GRANULE_BLOCKS and all(tier.has(block) for block in chain)
+
+    for _ in range(4000):
+        each = rnd.choice(list(parents))
+        use = rnd.random()
+        if use < 0.01:
+            tier.clear()
+        elif use < 0.05:
+            tier.drop(each)
+        elif use < 0.15:
+            tier.get(each)
+        else:
+            assert tier.put(each, parents[each], bytes(VALUE))
+        for block, is_new in tier.take_changes():
+            assert (block in reported) != is_new
+            reported.symmetric_difference_update({block})
+        assert reported == set(filter(is_whole, parents))
+        seen |= reported
+    assert len(seen) > 30
+
+
+def test_blocks_from_slower_tier_leave_memory_from_their_end(tmp_path: Path) -> None:
+    """Without the first block of a chain all others are of no use."""
+    memory, files = MemoryTier(6 * VALUE, VALUE), FileTier(tmp_path, 1 << 20)
+    chain = [name(1, *[1] * depth) for depth in range(5)]
+    for depth, each in enumerate(chain):
+        files.put(each, b"", value(1, *[1] * depth))
+    tiers = KvTiers({"memory": memory, "files": files}, BYTES)
+    for start, count in ((0, 2), (2, 3)):
+        fetch = tiers.fetch(chain[start : start + count], chain[start - 1] if start else b"")
+        assert fetch is not None
+        until_read(fetch)
+        fetch.close()
+    for number in (2, 3, 4):
+        memory.put(name(number), b"", value(number))
+    assert [memory.has(each) for each in chain] == [True, True, True, False, False]
+    tiers.close()
 
 
 def test_files_stay_within_their_room_oldest_first(tmp_path: Path) -> None:
