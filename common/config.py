@@ -174,7 +174,6 @@ class Config:
         if self.kv_tiers:
             _require(self.enable_prefix_caching, "kv_tiers", self.kv_tiers, "empty without prefix caching")
             _require(self.batch_invariant, "kv_tiers", self.kv_tiers, "empty without batch_invariant")
-            _require(engines == 1, "kv_tiers", self.kv_tiers, "empty with engines in lockstep")
         require_one_of("kv_cache_dtype", self.kv_cache_dtype, ("auto", *KV_CACHE_DTYPES))
         _require(0 <= self.hash_seed < 1 << 64, "hash_seed", self.hash_seed, "an unsigned 64-bit number")
         for name in ("bos_token_id", "eos_token_id"):

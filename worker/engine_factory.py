@@ -116,10 +116,10 @@ def _on_ranks(options: EngineOptions, progress: StartProgress, clock: Callable[[
     grammars = None
     if known["grammar_engine"]:
         grammars = grammars_to_check(model_tokenizer(config.model), config.eos_token_ids)
-    if topology.dp_size > 1:
-        # An engine in lockstep needs the other engines for every step, so it learns step times while it serves.
-        return BuiltEngine(DPEngineCoreProc(config, group, clock, grammars), lambda: known)
     with _open_tiers(config, group.kv_block_bytes, group.model_slices, lambda: known) as tiers:
+        if topology.dp_size > 1:
+            # An engine in lockstep needs the other engines for every step, so it learns step times while it serves.
+            return BuiltEngine(DPEngineCoreProc(config, group, clock, grammars, tiers), lambda: known)
         core = EngineCore(config, group, clock, group, grammars, tiers)
         core.measure_step_costs()
     return BuiltEngine(core, lambda: known)

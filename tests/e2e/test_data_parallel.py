@@ -17,6 +17,7 @@ from fissile.worker.v1.worker_pb2_grpc import WorkerServiceStub
 
 from common.config import ParallelConfig
 from common.params.sampling_params import SamplingParams
+from tests.chaos.support import until
 from tests.checkpoints import make_checkpoint
 from tests.e2e.service import Process, free_port, running
 from worker.config.model_config import ModelConfig
@@ -40,8 +41,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def workers(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Process]]:
-    folder, meeting = tmp_path_factory.mktemp("logs"), f"tcp://127.0.0.1:{free_port()}"
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Logs, and blocks in files."""
+    return tmp_path_factory.mktemp("workers")
+
+
+@pytest.fixture(scope="module")
+def workers(model: Path, folder: Path) -> Iterator[list[Process]]:
+    meeting = f"tcp://127.0.0.1:{free_port()}"
     made = []
     for rank in range(2):
         port = free_port()
@@ -57,7 +64,7 @@ def workers(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[l
             "2048",
         ]
         options += ["--kv-cache-memory", "16MiB", "--enable-expert-parallel", "--dist-init", meeting]
-        options += ["--dp-size", "2", "--dp-rank", str(rank)]
+        options += ["--dp-size", "2", "--dp-rank", str(rank), "--kv-tiers", f"files:{folder / 'kv'}:64MiB"]
         made.append(Process(f"dp-{rank}", options, port, folder / f"dp-{rank}.log", {"OMP_NUM_THREADS": "1"}))
     with running(made):
         yield made
@@ -69,9 +76,13 @@ def expected(model: Path) -> list[list[int]]:
 
 
 def generate(
-    worker: Process, prompt: list[int], max_tokens: int = 24, begun: threading.Semaphore | None = None
+    worker: Process,
+    prompt: list[int],
+    max_tokens: int = 24,
+    begun: threading.Semaphore | None = None,
+    cached: list[int] | None = None,
 ) -> list[int]:
-    """Greedy tokens; `begun` is released with the first of them."""
+    """Greedy tokens; `begun` is released with the first of them, and `cached` gets the number of cached tokens."""
     request = wpb.GenerateRequest(token_ids=prompt)
     params = wpb.SamplingParams(temperature=0.0, top_p=1.0, repetition_penalty=1.0, ignore_eos=True)
     params.max_tokens = max_tokens
@@ -80,10 +91,21 @@ def generate(
     with grpc.insecure_channel(worker.address) as channel:
         for part in WorkerServiceStub(channel).Generate(request, timeout=60):
             is_first = not tokens and len(part.token_ids) > 0
+            if cached is not None and part.HasField("start"):
+                cached.append(part.start.cached_tokens)
             tokens += part.token_ids
             if begun is not None and is_first:
                 begun.release()
     return tokens
+
+
+def finds_blocks(worker: Process, prompt: list[int], wanted: list[int]) -> bool:
+    """True if a worker with an empty KV cache has found blocks of a prompt. It waits for them for a bounded time."""
+    with grpc.insecure_channel(worker.address) as channel:
+        WorkerServiceStub(channel).FlushCache(wpb.FlushCacheRequest(), timeout=60)
+    cached: list[int] = []
+    assert generate(worker, prompt, cached=cached) == wanted
+    return cached[0] > 0
 
 
 def instance(worker: Process) -> str:
@@ -101,6 +123,14 @@ def test_both_at_once(workers: list[Process], expected: list[list[int]]) -> None
     with ThreadPoolExecutor(len(PROMPTS)) as pool:
         running = [pool.submit(generate, workers[i % 2], prompt) for i, prompt in enumerate(PROMPTS)]
         assert [each.result() for each in running] == expected
+
+
+def test_engine_in_lockstep_finds_blocks_of_the_other_in_files(
+    workers: list[Process], expected: list[list[int]], folder: Path
+) -> None:
+    assert generate(workers[0], PROMPTS[5]) == expected[5]
+    until(lambda: len(list(folder.glob("kv/*/*.kv"))) >= len(PROMPTS[5]) // 16)
+    until(lambda: finds_blocks(workers[1], PROMPTS[5], expected[5]))
 
 
 def test_lost_rank_restarts_whole_group(workers: list[Process], expected: list[list[int]]) -> None:

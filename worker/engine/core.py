@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import Any, Final, NoReturn, Protocol
+from typing import Any, Final, Protocol
 
 import structlog
 
@@ -288,21 +288,28 @@ class EngineCore:
                 seq.ledger.move(Stage.WORKER_QUEUE, self.scheduler.lifecycle.account, now)
         self._compiling = [seq for seq in self._compiling if seq.waits_for_grammar and not seq.is_finished]
 
-    def _nothing_scheduled(self) -> None:
-        """Has the runner move the blocks that are left, to KV tiers and from there, in a step without a batch."""
-        if self.tiers is None or not self.tiers.has_blocks or self.scheduler.in_flight:
+    def _nothing_scheduled(self, *, is_dummy_run: bool = False) -> None:
+        """Moves the blocks that are left, to KV tiers and from there, in a step without sequences.
+
+        Args:
+            is_dummy_run: makes a step in any case, for engines in lockstep with this one.
+        """
+        if not is_dummy_run and (self.tiers is None or not self.tiers.has_blocks or self.scheduler.in_flight):
             return
-        batch = ScheduledBatch({}, [], 0)
-        self.tiers.move_with(batch)
+        batch = ScheduledBatch({}, [], 0, is_dummy_run=is_dummy_run)
+        if self.tiers is not None:
+            self.tiers.move_with(batch)
         try:
             output = self.executor.submit(batch).result().output
         except Exception as error:
             self._dead = True
             raise EngineDeadError(f"{type(error).__name__}: {error}") from error
         except BaseException:
-            self.tiers.put_back(batch)
+            if self.tiers is not None:
+                self.tiers.put_back(batch)
             raise
-        self.tiers.store.store(output.blocks_down or ())
+        if self.tiers is not None:
+            self.tiers.store.store(output.blocks_down or ())
 
     def _forward(self, batch: ScheduledBatch) -> ScheduledBatchOutput:
         return self.runner.forward(batch)
@@ -414,7 +421,7 @@ class DPEngineCoreProc(EngineCore):
         config: see EngineCore.
         group: runs the steps, and reaches the other engines.
         clock: see EngineCore.
-        grammars: see EngineCore.
+        grammars, tiers: see EngineCore.
     """
 
     def __init__(
@@ -423,8 +430,9 @@ class DPEngineCoreProc(EngineCore):
         group: LockstepGroup,
         clock: Callable[[], float] = time.monotonic,
         grammars: GrammarCompiler | None = None,
+        tiers: Tiers | None = None,
     ) -> None:
-        super().__init__(config, group, clock, group, grammars)
+        super().__init__(config, group, clock, group, grammars, tiers)
         self._group = group
         self._in_round = False
         self._busy = False
@@ -461,22 +469,17 @@ class DPEngineCoreProc(EngineCore):
         return super().step()
 
     def dummy_prefill_execution(self) -> None:
-        """Makes a step of this engine's ranks for the other engines."""
-        try:
-            self.executor.submit(ScheduledBatch({}, [], 0, is_dummy_run=True)).result()
-        except Exception as error:
-            self._die(error)
+        """Makes a step of this engine's ranks for the other engines, which also moves blocks to KV tiers and back."""
+        super()._nothing_scheduled(is_dummy_run=True)
 
-    def _nothing_scheduled(self) -> None:
+    def _nothing_scheduled(self, *, is_dummy_run: bool = True) -> None:
+        del is_dummy_run
         self.dummy_prefill_execution()
 
     def _open_round(self, *, has_work: bool) -> None:
         try:
             self._in_round = self._busy = self._group.any_has_work(has_work)
         except Exception as error:
-            self._die(error)
+            self._dead = True
+            raise EngineDeadError(f"{type(error).__name__}: {error}") from error
         self._idle_rounds = 0 if self._busy else self._idle_rounds + 1
-
-    def _die(self, error: Exception) -> NoReturn:
-        self._dead = True
-        raise EngineDeadError(f"{type(error).__name__}: {error}") from error

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import random
 import threading
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as Many
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,6 +23,9 @@ from worker.engine.batch import ScheduledBatch, ScheduledBatchOutput
 from worker.engine.core import DPEngineCoreProc, EngineDeadError
 from worker.engine.executor import TimedOutput
 from worker.engine.sequence import Sequence
+from worker.engine.tier_lookups import Tiers, root_name
+from worker.kv_tiers.shared_tiers import FileTier
+from worker.kv_tiers.tiers import HIT, STORED, KvTiers
 from worker.model.forward_context import DPMetadata
 from worker.model.sharding import Alone, DataParallel
 from worker.simulation.runner import SimulatedRunner
@@ -60,7 +67,7 @@ class Group:
     def forward(self, batch: ScheduledBatch) -> ScheduledBatchOutput:
         self.steps.any(self.rank, True)
         self.made.append("dummy" if batch.is_dummy_run else "batch")
-        return ScheduledBatchOutput({}) if batch.is_dummy_run else self.runner.forward(batch)
+        return self.runner.forward(batch)
 
     def submit(self, batch: ScheduledBatch) -> Future[TimedOutput]:
         future: Future[TimedOutput] = Future()
@@ -77,7 +84,9 @@ class Group:
         pass
 
 
-def engines(deferred: bool = False) -> tuple[list[DPEngineCoreProc], list[Group]]:
+def engines(
+    deferred: bool = False, tiers: Many[Tiers | None] = (None,) * ENGINES
+) -> tuple[list[DPEngineCoreProc], list[Group]]:
     rounds, steps = Meeting(), Meeting()
     groups = [Group(rank, rounds, steps) for rank in range(ENGINES)]
     config = Config(
@@ -88,8 +97,10 @@ def engines(deferred: bool = False) -> tuple[list[DPEngineCoreProc], list[Group]
         enable_expert_parallel=True,
         deferred_output=deferred,
         parallel_config=ParallelConfig(ENGINES),
+        enable_prefix_caching=tiers[0] is not None,
     )
-    return [DPEngineCoreProc(config, group, lambda: 0.0) for group in groups], groups
+    made = zip(groups, tiers, strict=True)
+    return [DPEngineCoreProc(config, group, lambda: 0.0, tiers=each) for group, each in made], groups
 
 
 def requests(rank: int) -> list[Sequence]:
@@ -141,6 +152,31 @@ def test_every_engine_makes_every_step(deferred: bool) -> None:
             expected = group.runner.reference(seq.prompt_token_ids, 9, seed=seq.seed)
             assert seq.completion_token_ids == expected
     assert not any(core.others_have_work for core in cores)
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+def test_lockstep_engine_finds_blocks_of_another_in_shared_tier(deferred: bool, tmp_path: Path) -> None:
+    """Blocks also move in the dummy steps that an engine makes for the others."""
+    size = SimulatedRunner(50, 49, num_blocks=64).kv_block_bytes
+    stores = [KvTiers({"files": FileTier(tmp_path, 1 << 20)}, size) for _ in range(ENGINES)]
+    cores, groups = engines(deferred, [Tiers(store, root_name(["simulated"])) for store in stores])
+    end = time.monotonic() + 60
+
+    def run_until(is_true: Callable[[], bool]) -> None:
+        while not is_true():
+            assert time.monotonic() < end
+            list(pool.map(lambda core: turns(core, [], 3), cores))
+
+    with ThreadPoolExecutor(ENGINES) as pool:
+        for core in cores[1:]:
+            seq = Sequence([7] * 40, 16, SamplingParams(max_tokens=9, ignore_eos=True), arrive_time=0.0)
+            core.add_request(seq)
+            run_until(lambda seq=seq: seq.is_finished)  # type: ignore[misc]
+            run_until(lambda: stores[1].counts()["files", STORED] >= 2)
+            assert seq.completion_token_ids == groups[1].runner.reference([7] * 40, 9, seed=seq.seed)
+    assert [seq.num_cached_tokens, stores[2].counts()["files", HIT]] == [32, 2]
+    for store in stores:
+        store.close()
 
 
 def test_lost_lockstep_engine_fails_others() -> None:
