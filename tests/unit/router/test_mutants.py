@@ -112,6 +112,7 @@ _DISPATCHER, _PIECEMEAL = test_dispatcher_machine.DispatcherMachine, test_dispat
 _INDEX = test_prefix_index.IndexMachine
 _LOADS, _LOOK = test_placement.test_load_order_equals_sorting, test_placement.test_no_request_could_gain_after_rebinding
 _TIERED = test_prefix_index.test_tiered_index_equals_sets_of_each_worker_and_tier
+_AT_REST = test_placement.test_waiting_requests_come_to_rest_between_memory_tiers
 _LEAST_WORK = test_placement.test_prompt_goes_where_cache_and_memory_tier_leave_least_work
 _COUNT = test_failover.test_attempts_equal_plain_count
 _WAITS = test_failover.test_waits_and_attempts_cover_request_time
@@ -215,6 +216,7 @@ MUTANTS: list[tuple[Mutant, tuple[Test, ...]]] = [
     ),
     (Mutant("stale_loads", LoadOrder, "least", "== entry[0]", "is not None"), (_LOADS,)),
     (Mutant("no_row_before", LeastLoad, "find_better_lane", "ahead.get(other.worker, 0)", "0"), (_LOOK,)),
+    (Mutant("to_and_fro", LeastLoad, "find_better_lane", "here - max(", "here + max("), (_AT_REST,)),
     (Mutant("one_death_more", Attempts, "verdict", ">= MAX_SUSPICIONS", "> MAX_SUSPICIONS"), (_COUNT,)),
     (Mutant("no_excuse", Attempts, "_suspicions", " and not attempt.excused", ""), (_COUNT,)),
     (Mutant("first_class", Attempts, "numerics_wanted", "attempt.tokens or", "attempt.ended or"), (_COUNT,)),

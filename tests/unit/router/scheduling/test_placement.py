@@ -246,6 +246,34 @@ def test_waiting_request_follows_its_prefix_into_a_memory_tier() -> None:
     assert bound(d) == {1: "a"}
 
 
+@settings(max_examples=60)
+@given(
+    st.lists(st.integers(0, 30), min_size=2, max_size=5),
+    st.lists(st.integers(1, 20), min_size=1, max_size=6),
+    st.lists(st.tuples(st.integers(0, 4), st.integers(0, 5), st.integers(0, 20), st.integers(0, 20)), max_size=12),
+)
+def test_waiting_requests_come_to_rest_between_memory_tiers(
+    loads: list[int], sizes: list[int], caches: list[tuple[int, int, int, int]]
+) -> None:
+    """While nothing changes, no request moves twice between two workers."""
+    names = [f"w{i}" for i in range(len(loads))]
+    d = waiting_fleet(PrefixAware(), dict(zip(names, [100 * load for load in loads], strict=True)))
+    prompts = {key: chain(key, *range(size - 1)) for key, size in enumerate(sizes)}
+    for key, prompt in prompts.items():
+        d.arrive(request(key, prompt), 0.0)
+    for number, key, depth, below in caches:
+        if number < len(names) and key in prompts:
+            change = CacheChange(stored=prompts[key][:depth], memory_stored=prompts[key][:below])
+            d.assignment.placement.cache_changed(names[number], change)
+    been = {key: [worker] for key, worker in bound(d).items()}
+    for pass_number in range(1, 12):
+        assert d.decide(2.0 * pass_number) == []
+        for key, worker in bound(d).items():
+            if been[key][-1] != worker:
+                assert worker not in been[key]
+                been[key].append(worker)
+
+
 def test_moved_request_keeps_place_and_class() -> None:
     d = waiting_fleet(LeastLoad(), {"a": 0, "b": 50_000})
     for key in range(6):
