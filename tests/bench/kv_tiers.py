@@ -17,7 +17,6 @@ import os
 import shutil
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -30,9 +29,9 @@ from common.config import Config
 from common.params.sampling_params import SamplingParams
 from tests.bench.decode_step import SHAPES
 from tests.checkpoints import make_checkpoint
-from tests.e2e.service import free_port
 from tests.peers.environment import PEERS
 from tests.peers.mooncake import MooncakeMaster
+from tests.redis_server import running_redis
 from worker.engine.tier_lookups import TierLookups, root_name
 from worker.kv_tiers.tier_option import open_tiers
 from worker.kv_tiers.tiers import DROPPED, HIT, LATE, STORED, KvTier, KvTiers
@@ -46,19 +45,11 @@ _COMPUTED: Final = "computed"
 @contextmanager
 def redis_tier(folder: Path) -> Iterator[str]:
     """A Redis server as a tier; an empty text where it is not installed."""
-    program = shutil.which("redis-server")
-    if program is None:
+    if shutil.which("redis-server") is None:
         yield ""
         return
-    port = free_port()
-    server = subprocess.Popen(
-        [program, "--port", str(port), "--save", "", "--dir", str(folder)], stdout=subprocess.DEVNULL
-    )
-    try:
-        yield f"redis://127.0.0.1:{port}/0"
-    finally:
-        server.kill()
-        server.wait()
+    with running_redis(folder) as server:
+        yield server.url
 
 
 @contextmanager

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
-import shutil
 import signal
 import socket
-import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,6 +18,7 @@ from common.cli.core.errors import CommandError
 from tests.checkpoints import make_checkpoint
 from tests.e2e.service import Answer, Service, free_port, generate, running_service
 from tests.e2e.simulated import wait_workers
+from tests.redis_server import running_redis
 from worker.cli.worker import worker
 
 RND = random.Random(7)
@@ -86,31 +86,6 @@ def test_blocks_of_killed_worker_are_found_by_its_successor(model: Path, tmp_pat
         assert (third.token_ids, cached(third)) == (first.token_ids, 0)
 
 
-@pytest.fixture
-def redis(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
-    """A Redis server and its port."""
-    program = shutil.which("redis-server")
-    if program is None:
-        pytest.skip("redis-server is not installed")
-    port = free_port()
-    arguments = ["--port", str(port), "--bind", "127.0.0.1", "--save", "", "--dir", str(tmp_path)]
-    server = subprocess.Popen([program, *arguments], stdout=subprocess.DEVNULL)
-    try:
-        until(lambda: answers(port))
-        yield server, port
-    finally:
-        server.kill()
-        server.wait()
-
-
-def answers(port: int) -> bool:
-    try:
-        socket.create_connection(("127.0.0.1", port), 1).close()
-    except OSError:
-        return False
-    return True
-
-
 def num_keys(port: int) -> int:
     with socket.create_connection(("127.0.0.1", port), 10) as sock:
         sock.sendall(b"DBSIZE\r\n")
@@ -118,23 +93,22 @@ def num_keys(port: int) -> int:
 
 
 @pytest.mark.slow
-def test_workers_share_blocks_by_redis_and_outlive_it(
-    model: Path, tmp_path: Path, redis: tuple[subprocess.Popen[bytes], int]
-) -> None:
-    server, port = redis
-    options = ["--kv-tiers", f"redis://127.0.0.1:{port}/0"]
-    with running_service(tmp_path, model, workers=2, worker_options=options) as service:
+def test_workers_share_blocks_by_redis_and_outlive_it(model: Path, tmp_path: Path) -> None:
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(running_redis(tmp_path))
+        options = ["--kv-tiers", server.url]
+        service = stack.enter_context(running_service(tmp_path, model, workers=2, worker_options=options))
         kill(service, 1)
         wait_workers(service, 1)
         first = ask(service)
-        until(lambda: num_keys(port) >= HIT // 16)
+        until(lambda: num_keys(server.port) >= HIT // 16)
         kill(service, 0)
         start(service, 1)
         wait_workers(service, 1)
         second = ask(service)
         assert (second.token_ids, cached(second)) == (first.token_ids, HIT)
         for sent in (signal.SIGSTOP, signal.SIGKILL):
-            server.send_signal(sent)
+            server.send(sent)
             other = [*PROMPT[:-1], int(sent)]
             kill(service, 1)
             start(service, 1)

@@ -73,6 +73,12 @@ class MooncakeMaster:
             [count] = re.findall(r"^master_key_count (\d+)$", answer.read().decode(), re.M)
         return int(count)
 
+    def stored_keys(self) -> list[str]:
+        """Keys of the values that the store has. Fails after a second, because the master may hang."""
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.metrics_port}/get_all_keys", timeout=1) as answer:
+            text: str = answer.read().decode()
+        return text.split()
+
 
 def mooncake_packages() -> Path:
     """Folder with the client library; skips the test where the library cannot be loaded."""

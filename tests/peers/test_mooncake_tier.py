@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import signal
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,13 @@ from common.telemetry import names
 from tests.checkpoints import make_checkpoint
 from tests.e2e.service import Answer, Service, free_port, generate, running_service
 from tests.e2e.simulated import wait_workers
+from tests.e2e.tier_storm import OPTIONS, ROUTER_OPTIONS, check_counts, storm
+from tests.e2e.tier_storm import REQUESTS as STORM_REQUESTS
 from tests.peers.mooncake import LIMIT_S, MooncakeMaster, running_master, wait_until
 from tests.scraped import read_text
+from tests.unit.worker.kv_tiers.test_tiered_engine import REQUESTS as ENGINE_REQUESTS
+from tests.unit.worker.kv_tiers.test_tiered_engine import run_damaged
+from worker.kv_tiers import mooncake_tier
 from worker.kv_tiers.mooncake_process import MooncakeSettings
 from worker.kv_tiers.mooncake_tier import MooncakeTier
 from worker.kv_tiers.tiers import FAILED, HIT, STORED
@@ -55,10 +60,30 @@ def master(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Mooncake
 @pytest.fixture
 def owner(master: MooncakeMaster) -> Iterator[MooncakeTier]:
     """A client that gives the store its memory, and outlives the workers."""
-    tier = MooncakeTier(MooncakeSettings(f"127.0.0.1:{master.port}", 64 << 20), 64)
+    tier = MooncakeTier(MooncakeSettings(f"127.0.0.1:{master.port}", 64 << 20), 1 << 20)
     wait_until(lambda: keeps(tier))
     yield tier
     tier.close()
+
+
+class Store:
+    """The values of the store, as `owner` finds them."""
+
+    def __init__(self, master: MooncakeMaster, tier: MooncakeTier) -> None:
+        self.master = master
+        self.tier = tier
+
+    def names(self) -> set[bytes]:
+        found = {bytes.fromhex(key.removeprefix("fissile:kv:")) for key in self.master.stored_keys()}
+        return found - {bytes(24)}
+
+    def read(self, name: bytes) -> bytes | None:
+        return self.tier.get(name)
+
+    def replace(self, name: bytes, value: bytes) -> None:
+        # The store keeps the first value of a name.
+        self.tier.drop(name)
+        self.tier.put(name, b"", value)
 
 
 def keeps(tier: MooncakeTier) -> bool:
@@ -148,6 +173,38 @@ def test_master_that_stops_and_dies_changes_no_token(model: Path, tmp_path: Path
                 master.send(sent)
             assert [each.result().token_ids for each in running] == expected
         wait_until(lambda: has_asked(service) and blocks(metrics_port, FAILED) > 0)
+
+
+def faults(master: MooncakeMaster, count: int) -> dict[int, Callable[[], object]]:
+    """A hang, a death and a new start of the master, by the number of answers before."""
+    return {
+        count // 4: lambda: master.send(signal.SIGSTOP),
+        count // 3: lambda: master.send(signal.SIGCONT),
+        count // 2: lambda: master.send(signal.SIGKILL),
+        count * 2 // 3: master.start,
+    }
+
+
+def test_storm_over_store_whose_master_hangs_and_dies_changes_no_token(
+    model: Path, tmp_path: Path, master: MooncakeMaster, owner: MooncakeTier
+) -> None:
+    options = [*OPTIONS, "--kv-tiers", f"memory:256KiB,{master.tier}?segment=16MiB"]
+    with running_service(
+        tmp_path, model, workers=2, worker_options=options, router_options=ROUTER_OPTIONS, environment=OWN
+    ) as service:
+        counts = storm(service, model, Store(master, owner), faults(master, STORM_REQUESTS))
+    check_counts(counts, has_failures=True)
+
+
+# 3,000 requests.
+@pytest.mark.parametrize("seed", range(10))
+def test_each_fault_of_store_is_counted_and_changes_no_token(
+    master: MooncakeMaster, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mooncake_tier, "TIMEOUT_S", 0.2)
+    tier = MooncakeTier(MooncakeSettings(f"127.0.0.1:{master.port}", 64 << 20), 1 << 20)
+    wait_until(lambda: keeps(tier))
+    run_damaged("mooncake", tier, seed, faults(master, ENGINE_REQUESTS))
 
 
 def test_prompt_moves_from_prefill_to_decode_worker(model: Path, tmp_path: Path, master: MooncakeMaster) -> None:

@@ -5,13 +5,10 @@ from __future__ import annotations
 import contextlib
 import itertools
 import random
-import shutil
 import signal
-import socket
-import subprocess
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -20,14 +17,15 @@ from common.config import SCHEDULING_POLICIES, Config, SpeculativeConfig
 from common.params.sampling_params import SamplingParams
 from common.wire.block_hash import GRANULE_BLOCKS
 from tests.covering import slow_but
-from tests.e2e.service import free_port
+from tests.redis_server import running_redis
 from worker.engine.core import EngineCore
 from worker.engine.sequence import Sequence
 from worker.engine.tier_lookups import IN_MEMORY, Tiers, root_name
 from worker.engine.turns import EngineTurns, Flush, Submit
+from worker.kv_tiers import shared_tiers
 from worker.kv_tiers.memory_tier import MemoryTier
 from worker.kv_tiers.shared_tiers import FileTier, RedisTier
-from worker.kv_tiers.tiers import DAMAGED, FAILED, HEADER_BYTES, HIT, KvTier, KvTiers
+from worker.kv_tiers.tiers import DAMAGED, FAILED, HEADER_BYTES, HIT, STORED, KvTier, KvTiers
 from worker.simulation.runner import SimulatedRunner
 
 VOCAB, SIZE = 40, 16
@@ -108,9 +106,22 @@ def prompts(rnd: random.Random, count: int) -> list[tuple[list[int], bytes]]:
     ]
 
 
-def run(core: EngineCore, rnd: random.Random, wanted: Iterable[tuple[list[int], bytes]]) -> int:
-    """Runs requests, a few at a time, and compares each with the reference. Returns the tokens found in caches."""
-    left, live, seed, found = list(wanted), dict[int, Sequence](), 0, 0
+def run(
+    core: EngineCore,
+    rnd: random.Random,
+    wanted: Iterable[tuple[list[int], bytes]],
+    faults: Mapping[int, Callable[[], object]] | None = None,
+) -> int:
+    """Runs requests, a few at a time, and compares each with the reference. Returns the tokens found in caches.
+
+    Args:
+        core: the engine.
+        rnd: chooses when requests come.
+        wanted: prompts and their salts.
+        faults: called behind the answer of this number.
+    """
+    left, live, seed, found, due = list(wanted), dict[int, Sequence](), 0, 0, dict(faults or {})
+    num_answers = 0
     while left or live or core.has_unfinished():
         while left and len(live) < 6 and rnd.random() < 0.6:
             tokens, salt = left.pop()
@@ -129,6 +140,8 @@ def run(core: EngineCore, rnd: random.Random, wanted: Iterable[tuple[list[int], 
                 assert isinstance(core.runner, SimulatedRunner)
                 want = core.runner.reference(seq.prompt_token_ids, seq.max_tokens, seed=seq.seed)
                 assert seq.completion_token_ids == want
+                num_answers += 1
+                due.pop(num_answers, lambda: None)()
         if not core.scheduler.in_flight:
             core.scheduler.check_integrity()
         if not rnd.randrange(40):
@@ -165,7 +178,7 @@ def test_tier_that_lies_changes_no_token_and_fails_no_request(seed: int) -> None
 
 
 @pytest.mark.parametrize("seed", slow_but({0, 1}, range(12)))
-def test_reported_granules_are_those_in_host_memory(tmp_path: Path, seed: int) -> None:
+def test_reported_granules_are_those_that_are_whole_in_host_memory(tmp_path: Path, seed: int) -> None:
     """Also behind blocks that came from a slower tier, and after a flush."""
     rnd, size = random.Random(seed), SIZE
     value_bytes = HEADER_BYTES + 16 * size
@@ -215,76 +228,114 @@ def test_reported_granules_are_those_in_host_memory(tmp_path: Path, seed: int) -
     for seq in seqs:
         full = seq.num_tokens // size
         names, hashes = core.tiers._names(seq, full), core.scheduler.block_manager.prefixes.hashes(seq)
-        held |= {hashes[i] | IN_MEMORY for i in range(GRANULE_BLOCKS - 1, full, GRANULE_BLOCKS) if memory.has(names[i])}
+        ends = range(GRANULE_BLOCKS, full + 1, GRANULE_BLOCKS)
+        held |= {hashes[end - 1] | IN_MEMORY for end in ends if all(map(memory.has, names[end - GRANULE_BLOCKS : end]))}
     assert reported == held
     assert told > len(held) > 0
     core.close()
 
 
 class Damages:
-    """A tier in which one of 50 values is stored with another bit, or cut off."""
+    """A tier in which one of 50 values is stored with another bit, or cut off.
+
+    Attributes:
+        wrong: names of wrong values that readers got.
+        failed: errors of the tier.
+    """
 
     def __init__(self, tier: KvTier, rnd: random.Random) -> None:
         self.tier = tier
         self.rnd = rnd
         self.right: dict[bytes, bytes] = {}
         self.num_stored = 0
-        # Names of wrong values that readers got. Several threads append.
+        # Several threads append.
         self.wrong: list[bytes] = []
+        self.failed: list[Exception] = []
+
+    @contextlib.contextmanager
+    def noted(self) -> Iterator[None]:
+        """Notes the error of a call."""
+        try:
+            yield
+        except Exception as error:
+            self.failed.append(error)
+            raise
 
     def get(self, name: bytes) -> bytes | None:
-        value = self.tier.get(name)
+        with self.noted():
+            value = self.tier.get(name)
         if value is not None and value != self.right[name]:
             self.wrong.append(name)
         return value
 
     def put(self, name: bytes, parent: bytes, value: bytes) -> bool:
-        if self.tier.get(name) is not None:
-            return True
-        self.right[name] = value
-        self.num_stored += 1
-        if self.num_stored % 50 == 1:
-            place = self.rnd.randrange(len(value))
-            whole = self.rnd.random() < 0.5
-            value = value[:place] + (bytes([value[place] ^ 1]) + value[place + 1 :] if whole else b"")
-        return self.tier.put(name, parent, value)
+        with self.noted():
+            if self.tier.get(name) is not None:
+                return True
+            self.right[name] = value
+            self.num_stored += 1
+            if self.num_stored % 50 == 1:
+                place = self.rnd.randrange(len(value))
+                whole = self.rnd.random() < 0.5
+                value = value[:place] + (bytes([value[place] ^ 1]) + value[place + 1 :] if whole else b"")
+            return self.tier.put(name, parent, value)
 
     def drop(self, name: bytes) -> None:
-        self.tier.drop(name)
+        with self.noted():
+            self.tier.drop(name)
 
     def close(self) -> None:
         self.tier.close()
 
 
-@pytest.mark.parametrize("kind", ["files", "redis"])
-@pytest.mark.parametrize("seed", slow_but({0}, range(6)))
-def test_each_damaged_value_is_counted_and_changes_no_token(tmp_path: Path, kind: str, seed: int) -> None:
+def run_damaged(kind: str, tier: KvTier, seed: int, faults: Mapping[int, Callable[[], object]] | None = None) -> None:
+    """Runs REQUESTS requests over a tier that is damaged; each wrong value and each error is counted."""
     rnd, before = random.Random(seed), set(threading.enumerate())
-    tier: KvTier
-    with contextlib.ExitStack() as stack:
-        if kind == "redis":
-            _, tier = stack.enter_context(running_redis(tmp_path))
-        else:
-            tier = FileTier(tmp_path, 1 << 30)
-        damages = Damages(tier, random.Random(seed + 1))
-        core = engine({kind: damages}, rnd)
-        run(core, rnd, prompts(rnd, REQUESTS))
-        assert core.tiers is not None
-        store = core.tiers.store
-        core.close()
-        end = time.monotonic() + 60
-        while any(thread.name.startswith("kv ") for thread in {*threading.enumerate()} - before):
-            assert time.monotonic() < end
-            time.sleep(0.01)
-    assert store.counts()[kind, HIT] > 0
-    assert store.counts()[kind, DAMAGED] == len(damages.wrong) > 0
+    damages = Damages(tier, random.Random(seed + 1))
+    core = engine({kind: damages}, rnd)
+    run(core, rnd, prompts(rnd, REQUESTS), faults)
+    assert core.tiers is not None
+    store = core.tiers.store
+    core.close()
+    end = time.monotonic() + 60
+    while any(thread.name.startswith("kv ") for thread in {*threading.enumerate()} - before):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    counts = store.counts()
+    found = {result: counts[kind, result] for result in (STORED, HIT, DAMAGED, FAILED)}
+    print(f"{kind}: {REQUESTS} requests, no changed token, none failed; blocks {found}")
+    assert found[HIT] > 0
+    assert found[DAMAGED] == len(damages.wrong) > 0
+    assert found[FAILED] == len(damages.failed)
+    assert bool(damages.failed) == bool(faults)
+
+
+# 3,000 requests over each.
+@pytest.mark.parametrize("seed", slow_but({0}, range(10)))
+def test_each_damaged_file_is_counted_and_changes_no_token(tmp_path: Path, seed: int) -> None:
+    run_damaged("files", FileTier(tmp_path, 1 << 30), seed)
+
+
+@pytest.mark.parametrize("seed", slow_but({0}, range(10)))
+def test_each_fault_of_redis_is_counted_and_changes_no_token(
+    tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared_tiers, "_TIMEOUT_S", 0.05)
+    with running_redis(tmp_path) as server:
+        faults: dict[int, Callable[[], object]] = {
+            100: lambda: server.send(signal.SIGSTOP),
+            110: lambda: server.send(signal.SIGCONT),
+            200: lambda: server.send(signal.SIGKILL),
+            210: server.start,
+        }
+        run_damaged("redis", RedisTier(server.url), seed, faults)
 
 
 @pytest.mark.parametrize("sent", [signal.SIGSTOP, signal.SIGKILL])
 def test_redis_that_hangs_or_dies_is_a_counted_failure(tmp_path: Path, sent: signal.Signals) -> None:
-    with running_redis(tmp_path) as (server, tier):
-        tiers = KvTiers({"redis": tier}, BLOCK_BYTES)
-        server.send_signal(sent)
+    with running_redis(tmp_path) as server:
+        tiers = KvTiers({"redis": RedisTier(server.url)}, BLOCK_BYTES)
+        server.send(sent)
         fetch = tiers.fetch([bytes(24)])
         end = time.monotonic() + 60
         while fetch is not None and not fetch.is_done:
@@ -294,31 +345,3 @@ def test_redis_that_hangs_or_dies_is_a_counted_failure(tmp_path: Path, sent: sig
         assert fetch.blocks == []
         assert tiers.counts()["redis", FAILED] == 1
         tiers.close()
-
-
-@contextlib.contextmanager
-def running_redis(folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], RedisTier]]:
-    """Starts a Redis server; gives its process, and a tier on it."""
-    program = shutil.which("redis-server")
-    if program is None:
-        pytest.skip("redis-server is not installed")
-    port = free_port()
-    arguments = ["--port", str(port), "--bind", "127.0.0.1", "--save", "", "--dir", str(folder)]
-    server = subprocess.Popen([program, *arguments], stdout=subprocess.DEVNULL)
-    end = time.monotonic() + 60
-    try:
-        while not listens(port):
-            assert time.monotonic() < end
-            time.sleep(0.01)
-        yield server, RedisTier(f"redis://127.0.0.1:{port}/0")
-    finally:
-        server.kill()
-        server.wait()
-
-
-def listens(port: int) -> bool:
-    try:
-        socket.create_connection(("127.0.0.1", port), 1).close()
-    except OSError:
-        return False
-    return True
