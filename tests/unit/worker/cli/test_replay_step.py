@@ -126,3 +126,6 @@ def test_replay_of_dump_prints_operators_and_writes_trace(tmp_path: Path) -> Non
     assert 2 <= len(table) <= 11
     events = {event.get("name", "") for event in json.loads(trace.read_text("utf-8"))["traceEvents"]}
     assert {line.split("  ")[0] for line in table[1:]} <= events
+    # The second pass alone: the first one under the profiler takes far longer.
+    assert {event for event in events if event.startswith("ProfilerStep")} == {"ProfilerStep#1"}
+    assert not any(line.startswith("ProfilerStep") for line in table)
