@@ -52,6 +52,9 @@ class Plan:
         output: tokens of an answer.
         spread: answers have between `1 - spread` and `1 + spread` times as many tokens. Without it streams that begin
             together also end together.
+        pause_s: longest pause of a stream before its next request, at random. Without pauses each request begins right
+            after the step that ended the one before. Then it waits for a whole number of steps: a median of the times
+            to the first token was 9.7 or 14 ms.
         vocab: token ids are below.
         seed: of everything random.
         token_ids: whether answers carry token ids, so that the tokens in a message can be counted.
@@ -69,6 +72,7 @@ class Plan:
     prompt: int = 32
     output: int = 64
     spread: float = 0.0
+    pause_s: float = 0.0
     vocab: int = 256
     seed: int = 0
     token_ids: bool = True
@@ -268,9 +272,11 @@ class Load:
     async def _keep_busy(self, i: int) -> None:
         """One stream after another. The first ones start apart, so that they do not end together."""
         await asyncio.sleep(0.8 * self._plan.warm_s * i / self._plan.streams)
-        connection = self._connections[i % len(self._connections)]
+        connection, rnd = self._connections[i % len(self._connections)], random.Random(f"{self._plan.seed} {i}")
         while True:
             await self._request(connection)
+            if self._plan.pause_s:
+                await asyncio.sleep(rnd.uniform(0.0, self._plan.pause_s))
 
     async def _bursts(self) -> None:
         rnd = random.Random(self._plan.seed + 1)

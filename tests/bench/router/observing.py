@@ -8,9 +8,10 @@ Services take turns, a load of `--seconds` each. One observes nothing: its ledge
 - `sampled`: with a collector that drops what it gets: metrics each minute, and the traces of 1 % of the requests;
 - `everything`: with all traces, as without a sampler, and with exemplars.
 
-Answers have 100 to 300 tokens (`--tokens` on average), so that streams do not stay in step. Medians of the rounds;
-differences are those of neighbours. `asked` is at most 1 % of tokens/s and 3 % of the router's CPU per token. Collector
-and scraper run on the same machine.
+Answers have 100 to 300 tokens (`--tokens` on average), so that streams do not stay in step. A stream pauses for up to
+20 ms before its next request, so that requests do not wait for whole steps. Medians of the rounds; differences are
+those of neighbours. `asked` is at most 1 % of tokens/s and 3 % of the router's CPU per token. Collector and scraper run
+on the same machine.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ from tests.e2e.service import REPOSITORY, Process, free_port, running
 
 _MODULE: Final = "tests.bench.router.observing"
 _SCRAPE_S: Final = 1.0
+# Some steps of the worker.
+_PAUSE_S: Final = 0.02
 
 
 def blind() -> None:
@@ -216,8 +219,9 @@ def main() -> None:
         for number in range(args.rounds):
             for in_flight in args.in_flight:
                 plan = Plan(
-                    ROUTER, (), streams=in_flight, measure_s=args.seconds, output=args.tokens, spread=0.5, seed=number
-                )
+                    ROUTER, (), streams=in_flight, measure_s=args.seconds, output=args.tokens, spread=0.5, seed=number,
+                    pause_s=_PAUSE_S,
+                )  # fmt: skip
                 for one in sides[:: 1 if number % 2 else -1]:
                     one.load(plan)
     rows = [
