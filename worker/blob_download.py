@@ -23,6 +23,8 @@ from common.hub import HubError, HubModel
 PARTIAL: Final = ".incomplete"
 _THREADS: Final = 8
 _SHA256_CHARS: Final = 64
+# Larger files have a progress bar.
+_SHOWN_BYTES: Final = 10 << 20
 
 
 @dataclass(frozen=True)
@@ -175,8 +177,10 @@ def _write(model: HubModel, commit: str, file: HubFile, stream: _Part, start: in
     from huggingface_hub import hf_hub_url  # noqa: PLC0415
     from huggingface_hub.file_download import http_get  # noqa: PLC0415
     from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]  # noqa: PLC0415
+    from huggingface_hub.utils.tqdm import silent_tqdm  # noqa: PLC0415
 
     stream.seek(start)
+    shown: dict[str, Any] = {} if file.size > _SHOWN_BYTES else {"tqdm_class": silent_tqdm}
     http_get(
         hf_hub_url(model.repo, file.path, revision=commit),
         stream,
@@ -184,5 +188,6 @@ def _write(model: HubModel, commit: str, file: HubFile, stream: _Part, start: in
         headers=build_hf_headers(),
         expected_size=file.size,
         displayed_filename=file.path,
+        **shown,
     )
     stream.flush()

@@ -83,10 +83,9 @@ def download(model: HubModel, *, weights: bool = True, include: Sequence[str] = 
         HubError: as `model_folder`.
     """
     # Importing it takes half a second, and folders do not need it.
-    from huggingface_hub.utils.tqdm import disable_progress_bars  # noqa: PLC0415
+    from huggingface_hub.utils.tqdm import disable_progress_bars, enable_progress_bars  # noqa: PLC0415
 
-    if not sys.stderr.isatty():
-        disable_progress_bars()
+    (enable_progress_bars if sys.stderr.isatty() else disable_progress_bars)()
     bound_answers()
     with _explained(model):
         repository = _listed(model)
@@ -272,6 +271,7 @@ def _stored_bytes(folder: Path) -> int:
 def _fetched(model: HubModel, repository: Repository, wanted: Sequence[str], patterns: Sequence[str]) -> Path:
     """Downloads files; those of `patterns` if the repository could not be listed. Returns their folder."""
     from huggingface_hub import errors, snapshot_download  # noqa: PLC0415
+    from huggingface_hub.utils.tqdm import disable_progress_bars  # noqa: PLC0415
 
     allowed = [glob.escape(path) for path in wanted] or list(patterns)
     ignored = None if wanted or model.file else list(_IGNORED)
@@ -280,6 +280,9 @@ def _fetched(model: HubModel, repository: Repository, wanted: Sequence[str], pat
     for attempt in range(_ATTEMPTS):
         try:
             download_files(model, repository.commit, files, _blobs(model))
+            if files and len(files) == len(wanted):
+                # It only looks at the files, which its bars call a download of 0 bytes.
+                disable_progress_bars()
             folder = snapshot_download(
                 model.repo, revision=model.revision, allow_patterns=allowed, ignore_patterns=ignored
             )

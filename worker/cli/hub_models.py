@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from huggingface_hub import CachedRepoInfo
 
 _GB: Final = 1e9
+_MB: Final = 1e6
 _COMMIT_CHARS: Final = 12
 _SERVED: Final = "yes"
 _DAMAGED: Final = "its folder is damaged"
@@ -127,13 +128,17 @@ def list_models(as_json: bool) -> None:
         (
             row.name,
             row.revision[:_COMMIT_CHARS] + (f" ({', '.join(row.refs)})" if row.refs else ""),
-            f"{row.size / _GB:.2f} GB",
+            _size(row.size),
             row.architecture or "-",
             row.served,
         )
         for row in found
     ]
     click.echo(aligned([heads, *cells]))
+
+
+def _size(count: int) -> str:
+    return f"{count / _GB:.2f} GB" if count >= _GB / 10 else f"{count / _MB:.1f} MB"
 
 
 def _rows(repo: CachedRepoInfo) -> Iterator[CachedModel]:
@@ -205,7 +210,7 @@ def remove(models: tuple[str, ...], as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps({"removed": commits, "freed_bytes": size}))
     else:
-        click.echo(f"removed {', '.join(dict.fromkeys(models))}: {size / _GB:.2f} GB freed")
+        click.echo(f"removed {', '.join(dict.fromkeys(models))}: {_size(size)} freed")
 
 
 def _commits(cache: _Cache, model: str) -> list[str]:
@@ -215,7 +220,9 @@ def _commits(cache: _Cache, model: str) -> list[str]:
         CommandError: there is none, or the model's folder is damaged.
     """
     hub = HubModel.parse(model)
-    if hub is None or hub.file:
+    if hub is not None and hub.file:
+        raise CommandError(f"{model}: a file cannot be removed alone; valid: {hub.repo}, with all its files")
+    if hub is None:
         raise CommandError(f"{model!r} cannot be a repository on the Hub; valid: org/name, org/name@revision")
     if hub.repo in cache.damaged:
         folder = cache.damaged[hub.repo]

@@ -81,6 +81,21 @@ def test_commit_named_twice_is_removed_once(cache: Path) -> None:
     assert not folder.exists()
 
 
+def test_file_of_a_repository_is_refused_with_the_name_to_remove(cache: Path) -> None:
+    complete(cache)
+    refused = CliRunner().invoke(remove, ["org/tiny:Q4_K_M"], standalone_mode=False)
+    assert str(refused.exception) == (
+        "org/tiny:Q4_K_M: a file cannot be removed alone; valid: org/tiny, with all its files"
+    )
+
+
+@pytest.mark.parametrize(("count", "shown"), [(7, "0.0 MB"), (99_000_000, "99.0 MB"), (1_230_000_000, "1.23 GB")])
+def test_sizes_of_small_models_are_in_megabytes(cache: Path, count: int, shown: str) -> None:
+    with (complete(cache) / "blobs/abc").open("r+b") as stream:
+        stream.truncate(count)
+    assert shown in CliRunner().invoke(list_models, []).stdout
+
+
 def test_unknown_name_removes_nothing(cache: Path) -> None:
     folder = complete(cache)
     refused = CliRunner().invoke(remove, ["org/tiny", "org/none"], standalone_mode=False)
