@@ -501,7 +501,7 @@ async def test_drain_rpc_ends_worker(folder: Path) -> None:
     [
         (
             {"model": "/nowhere"},
-            r"^model folder /nowhere does not exist; give a Hugging Face checkpoint folder or a GGUF file$",
+            r"^/nowhere does not exist; give a checkpoint folder, a GGUF file, or org/name on the Hub$",
         ),
         ({"max_model_len": 5000}, r"^max_model_len is 5000; valid: at most the model's own 4096$"),
         ({"max_model_len": 4096, "kv_cache_memory": 1 << 18}, r"^max_model_len is 4096; valid: at most 512"),

@@ -214,7 +214,8 @@ class ModelConfig:
         if len(types) != self.num_hidden_layers:
             raise ModelError(f"config.json: layer_types must list {self.num_hidden_layers} layers")
         if types[layer] not in (FULL_ATTENTION, SLIDING_ATTENTION):
-            raise ModelError(f"layer type {types[layer]!r} is not supported: {FULL_ATTENTION}, {SLIDING_ATTENTION}")
+            valid = f"{FULL_ATTENTION}, {SLIDING_ATTENTION}"
+            raise ModelError(f"config.json: layer type {types[layer]!r} is not supported; supported: {valid}")
         return bool(types[layer] == SLIDING_ATTENTION)
 
     def listed_window(self, layer: int) -> int | None:
@@ -285,7 +286,7 @@ def read_config(model: Path) -> tuple[Path, dict[str, Any]]:
     except UnreadableFileError as error:
         raise ModelError(str(error)) from None
     if not model.is_dir():
-        raise ModelError(f"model folder {model} does not exist; give a Hugging Face checkpoint folder or a GGUF file")
+        raise ModelError(f"{model} does not exist; give a checkpoint folder, a GGUF file, or org/name on the Hub")
     config = _read_json(model / "config.json")
     if config is None:
         raise ModelError(f"{model} has no config.json; give a Hugging Face checkpoint folder or a GGUF file")

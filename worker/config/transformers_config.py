@@ -44,6 +44,8 @@ _KINDS: Final = {
     "float": "a number",
     "int": "a whole number",
     "list": "a list",
+    "list[int]": "a list of whole numbers",
+    "list[str]": "a list of names",
     "None": "null",
     "str": "a string",
 }
@@ -82,7 +84,9 @@ def read_settings(config: Mapping[str, Any], model_type: str) -> dict[str, Any]:
         raise ValueError(_named(error, config, config_class)) from None
     except IndexError:
         raise ValueError("a list has fewer entries than there are layers") from None
-    except (ArithmeticError, AttributeError, LookupError, RecursionError) as error:
+    except RecursionError:
+        raise ValueError(f"{_deepest(config)} is nested too deeply") from None
+    except (ArithmeticError, AttributeError, LookupError) as error:
         raise ValueError(f"{type(error).__name__}: {_one_line(error)}") from None
     settings = {name: value for name, value in vars(read).items() if _is_setting(name, value)}
     return settings | {alias: settings[name] for alias, name in config_class.attribute_map.items() if name in settings}
@@ -137,6 +141,21 @@ def _is_setting(name: str, value: object) -> bool:
     return name not in _READ_HERE and not name.startswith("_") and isinstance(value, _JSON)
 
 
+def _deepest(config: Mapping[str, Any]) -> str:
+    """Name of the entry that is nested most deeply."""
+    rows = {name: [value] for name, value in config.items()}
+    names = list(rows)
+    while rows:
+        names = list(rows)
+        inner = {
+            name: [item for each in row for item in (each.values() if isinstance(each, Mapping) else each)]
+            for name, values in rows.items()
+            if (row := [each for each in values if isinstance(each, Mapping | list)])
+        }
+        rows = {name: values for name, values in inner.items() if values}
+    return names[0]
+
+
 def _as_number_of(default: object, value: Any) -> Any:
     """Converts an integer to a float if `default` is one: JSON may write 1 for 1.0, which the classes refuse."""
     # A class refuses an integer that no float holds.
@@ -153,7 +172,8 @@ def _named(error: Exception, config: Mapping[str, Any], config_class: Any) -> st
     aliases = (alias for alias, own in config_class.attribute_map.items() if own == name and alias in config)
     spelled, kind = next(aliases, name), config_class.__dataclass_fields__[name].type
     kinds = kind.__name__ if isinstance(kind, type) else str(kind)
-    wanted = " or ".join(dict.fromkeys(_KINDS.get(each.partition("[")[0], each) for each in kinds.split(" | ")))
+    words = (_KINDS.get(each) or _KINDS.get(each.partition("[")[0], each) for each in kinds.split(" | "))
+    wanted = " or ".join(dict.fromkeys(words))
     return f"{spelled} is {config.get(spelled)!r}; it must be {wanted}"
 
 

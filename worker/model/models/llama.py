@@ -434,7 +434,7 @@ def refuse_activations(config: ModelConfig, name: str, supported: str) -> None:
         ModelError: it is another one than `supported`.
     """
     if config.source.get(name) != supported:
-        raise ModelError(f"{name} {config.source.get(name)!r} is not supported; supported: {supported}")
+        raise ModelError(f"config.json: {name} {config.source.get(name)!r} is not supported; supported: {supported}")
 
 
 def refuse_partial_rotary(config: ModelConfig) -> None:

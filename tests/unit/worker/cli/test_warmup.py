@@ -99,11 +99,9 @@ def test_warmup_embeds_with_model_without_output_head(tmp_path: Path, end: str) 
 def test_missing_model_folder_is_refused(tmp_path: Path) -> None:
     result = run("--model", str(tmp_path / "nothing"), *SMALL)
     assert result.returncode == 2
-    assert (
-        result.stderr
-        == f"error: model folder {tmp_path / 'nothing'} does not exist; give a Hugging Face checkpoint folder or a "
-        "GGUF file\n"
-    )
+    folder = tmp_path / "nothing"
+    valid = "give a checkpoint folder, a GGUF file, or org/name on the Hub"
+    assert result.stderr == f"error: {folder} does not exist; {valid}\n"
 
 
 def test_kinds_of_layers_and_quantization(tmp_path: Path) -> None:

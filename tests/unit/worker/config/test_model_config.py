@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from common.hub import default_model_name, hub_model
 from common.params.sampling_params import SamplingParams
 from common.wire.heads import CLASSIFIER, NO_HEAD, OUTPUT_HEAD
+from tests.hostile_models import nested
 from worker.config.model_config import ModelConfig, ModelError, RopeConfig
 from worker.config.stored_names import stored_names
 from worker.model.architectures import model_class
@@ -342,6 +343,8 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
         ),
         ({"rope_parameters": YARN | {"rope_theta": 1}}, "rope_theta is 1; it must be above 1 with yarn"),
         ({"rope_theta": 10**400}, "rope_theta is 1000.*; it must be a number above 0"),
+        ({"head_dim": nested(700)}, "head_dim is nested too deeply|is not valid JSON: it is nested too deeply"),
+        ({**QWEN3, "layer_types": [False, "x"]}, "layer_types is .*; it must be a list of names or null"),
         ({"rms_norm_eps": 10**400}, "rms_norm_eps is 1000.*; it must be a number"),
         ({**QWEN3_MOE, "num_experts": 2048, "num_hidden_layers": 1000}, "2048 experts in each layer are too many; at "),
         ({"num_hidden_layers": 10**30}, "num_hidden_layers is 1000.*; it must be 1 to 1024"),
