@@ -128,7 +128,7 @@ def gguf_config(model: GgufModel) -> dict[str, Any]:
         UnreadableFileError: the architecture or a setting of it is not supported, or an entry is missing.
     """
     name = model.metadata.get("general.architecture")
-    served = {each: found for each, found in _ARCHITECTURES.items() if found[0] in support_model_arch_dict}
+    served = {each: found for each, found in ARCHITECTURES.items() if found[0] in support_model_arch_dict}
     if name not in served:
         found = printable(str(name))
         raise UnreadableFileError(f"{model.path} has the architecture {found}; supported: {', '.join(served)}")
@@ -447,7 +447,7 @@ def _deepseek2(entries: _Entries, config: dict[str, Any]) -> dict[str, Any]:
 
 
 # `general.architecture` -> the architecture here, and its own settings.
-_ARCHITECTURES: Final[Mapping[str, tuple[str, Settings]]] = {
+ARCHITECTURES: Final[Mapping[str, tuple[str, Settings]]] = {
     "llama": ("LlamaForCausalLM", _llama),
     "qwen2": ("Qwen2ForCausalLM", _qwen2),
     "qwen2moe": ("Qwen2MoeForCausalLM", _qwen2moe),

