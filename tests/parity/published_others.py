@@ -134,6 +134,25 @@ def _granite_moe(*sizes: int, **entries: Any) -> dict[str, Any]:
     return {**_granite(*sizes), **named, **shared, "rope_theta": 1500000.0, **entries}
 
 
+def _named(architecture: str, model: str, **entries: Any) -> dict[str, Any]:
+    return {"architectures": [architecture], "model_type": model, **entries}
+
+
+def _qwen3_vl(hidden: int, inner: int, layers: int, heads: int, **entries: Any) -> dict[str, Any]:
+    """Entries of a whole Qwen3-VL, of which the text part is served."""
+    text = {
+        **{"model_type": "qwen3_vl_text", "hidden_size": hidden, "intermediate_size": inner, "head_dim": 128},
+        **{"num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": 8, "vocab_size": 151936},
+        **{"max_position_embeddings": 262144, "rms_norm_eps": 1e-6, "rope_theta": 5000000, "dtype": "bfloat16"},
+        "rope_scaling": {"mrope_interleaved": True, "mrope_section": [24, 20, 20], "rope_type": "default"},
+        **{"attention_bias": False, "attention_dropout": 0.0, "hidden_act": "silu", "initializer_range": 0.02},
+        **{"bos_token_id": 151643, "eos_token_id": 151645, "use_cache": True},
+    }
+    vision = {"depth": 27, "hidden_size": 1152, "model_type": "qwen3_vl", "out_hidden_size": hidden}
+    whole = _named("Qwen3VLForConditionalGeneration", "qwen3_vl", image_token_id=151655, **entries)
+    return {**whole, "text_config": {**text, **entries}, "vision_config": vision}
+
+
 SERVED: dict[str, dict[str, Any]] = {
     "granite-3.1-1b-a400m": _granite_moe(1024, 512, 24, 16, 8, 49155, 131072, num_local_experts=32),
     "granite-3.1-3b-a800m": _granite_moe(1536, 512, 32, 24, 8, 49155, 131072, num_local_experts=40),
@@ -201,6 +220,8 @@ SERVED: dict[str, dict[str, Any]] = {
         "torch_dtype": "bfloat16",
         "vision_config": {"model_type": "pixtral", "hidden_size": 1024, "num_hidden_layers": 24},
     },
+    "Qwen3-VL-4B-Instruct": _qwen3_vl(2560, 9728, 36, 32, tie_word_embeddings=True),
+    "Qwen3-VL-8B-Instruct": _qwen3_vl(4096, 12288, 36, 32, tie_word_embeddings=False),
     "OLMo-2-0425-1B": _olmo2(2048, 8192, 16, 16, 16),
     "OLMo-2-1124-7B": _olmo2(4096, 11008, 32, 32, 32),
     "OLMo-2-1124-13B": _olmo2(5120, 13824, 40, 40, 40),
@@ -230,10 +251,6 @@ SERVED: dict[str, dict[str, Any]] = {
 _LINEAR = "layers of linear attention keep a state for each sequence"
 
 
-def _named(architecture: str, model: str, **entries: Any) -> dict[str, Any]:
-    return {"architectures": [architecture], "model_type": model, **entries}
-
-
 # Files that are refused -> a part of the reason.
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "Qwen3-Next-80B-A3B": (_named("Qwen3NextForCausalLM", "qwen3_next", full_attention_interval=4), _LINEAR),
@@ -254,11 +271,15 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         _named("Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl"),
         "architecture not supported: Qwen2_5_VL",
     ),
-    "Qwen3-VL-8B": (_named("Qwen3VLForConditionalGeneration", "qwen3_vl"), "architecture not supported: Qwen3VL"),
+    "Qwen3-VL-30B-A3B": (_named("Qwen3VLMoeForConditionalGeneration", "qwen3_vl_moe"), "not supported: Qwen3VLMoe"),
     "c4ai-command-r7b": (_named("Cohere2ForCausalLM", "cohere2"), "architecture not supported: Cohere2"),
     "falcon-7b": (_named("FalconForCausalLM", "falcon"), "architecture not supported: Falcon"),
     "MiniMax-M2": (_named("MiniMaxM2ForCausalLM", "minimax_m2"), "architecture not supported: MiniMaxM2"),
-    "Ministral-3-8B": (_named("Ministral3ForCausalLM", "ministral3"), "architecture not supported: Ministral3"),
+    "Ministral-3-8B-Instruct": (
+        _named("Mistral3ForConditionalGeneration", "mistral3", text_config={"model_type": "ministral3"}),
+        "text_config: model_type 'ministral3' is not supported in Mistral3ForConditionalGeneration; supported: mistral",
+    ),
+    "Ministral-3-8B, text alone": (_named("Ministral3ForCausalLM", "ministral3"), "not supported: Ministral3"),
     "OLMoE-1B-7B": (_named("OlmoeForCausalLM", "olmoe"), "architecture not supported: OlmoeForCausalLM"),
     "GLM-4-9B-0414": (_named("Glm4ForCausalLM", "glm4"), "architecture not supported: Glm4ForCausalLM"),
     "mamba-2.8b": (_named("MambaForCausalLM", "mamba"), "architecture not supported: MambaForCausalLM"),

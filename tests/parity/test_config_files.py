@@ -262,7 +262,7 @@ def compare(folder: Path, config: dict[str, Any]) -> str:
         return f"refused by transformers: {type(error).__name__}"
     reference: Any = whole.get_text_config()
     assert {key: getattr(own, key) for key in SIZES} == {key: getattr(reference, key) for key in SIZES}
-    assert own.dtype == str(whole.dtype or "float32").removeprefix("torch.")
+    assert own.dtype == str(whole.dtype or reference.dtype or "float32").removeprefix("torch.")
     if getattr(reference, "head_dim", None) is None:
         # Mixtral; without head_dim the scaled rope of transformers fails.
         reference.head_dim = reference.hidden_size // reference.num_attention_heads
@@ -309,7 +309,10 @@ def reference_rope(config: Any, layer_type: str | None = None) -> tuple[torch.Te
         made = ROPE_INIT_FUNCTIONS[kind](config, layer_type=layer_type)
         return made[0], float(made[1])
     module = __import__(AutoModel._model_mapping[type(config)].__module__, fromlist=["x"])
-    rotary = next(value for name, value in vars(module).items() if name.endswith("RotaryEmbedding"))
+    compute = "compute_default_rope_parameters"
+    rotary = next(
+        one for name, one in vars(module).items() if name.endswith("RotaryEmbedding") and hasattr(one, compute)
+    )
     frequencies, factor = rotary.compute_default_rope_parameters(config, layer_type=layer_type)
     return frequencies, float(factor)
 

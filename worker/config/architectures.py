@@ -30,10 +30,11 @@ support_model_arch_dict: dict[str, str] = {
     "DeepseekV32ForCausalLM": "worker.model.models.deepseek_v32:DeepseekV32ForCausalLM",
 }
 
-# Multimodal architectures of which the text part is served -> architecture of that part.
-text_part_arch_dict: dict[str, str] = {
-    "Gemma3ForConditionalGeneration": "Gemma3ForCausalLM",
-    "Mistral3ForConditionalGeneration": "MistralForCausalLM",
+# Multimodal architectures of which the text part is served -> architecture and `model_type` of that part.
+text_part_arch_dict: dict[str, tuple[str, str]] = {
+    "Gemma3ForConditionalGeneration": ("Gemma3ForCausalLM", "gemma3_text"),
+    "Mistral3ForConditionalGeneration": ("MistralForCausalLM", "mistral"),
+    "Qwen3VLForConditionalGeneration": ("Qwen3ForCausalLM", "qwen3_vl_text"),
 }
 _LINEAR: Final = "layers of linear attention keep a state for each sequence, which blocks of the KV cache cannot hold"
 # Architectures that people ask for and that cannot be served -> why.

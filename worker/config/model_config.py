@@ -39,7 +39,7 @@ _KINDS: dict[type, str] = {int: "whole numbers", str: "names"}
 _MOST = 2**31 - 1
 _LARGEST = sys.float_info.max
 # Entries of a multimodal model that hold for its text part.
-_OF_WHOLE = ("dtype", "torch_dtype", "quantization_config", "bos_token_id", "eos_token_id")
+_OF_WHOLE = ("dtype", "torch_dtype", "quantization_config", "bos_token_id", "eos_token_id", "tie_word_embeddings")
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _EMBEDDING = "embed_tokens.weight"
 _OUTPUT = "lm_head.weight"
@@ -310,11 +310,14 @@ def _text_part(config: dict[str, Any]) -> dict[str, Any]:
     named, text = config.get("architectures"), config.get("text_config")
     if not isinstance(named, list) or not isinstance(text, dict):
         return config
-    parts = [text_part_arch_dict[each] for each in map(str, named) if each in text_part_arch_dict]
-    if not parts:
+    name = next((each for each in map(str, named) if each in text_part_arch_dict), None)
+    if name is None:
         return config
+    part, expected = text_part_arch_dict[name]
+    if (found := text.get("model_type", expected)) != expected:
+        raise ModelError(f"text_config: model_type {found!r} is not supported in {name}; supported: {expected}")
     whole = {key: config[key] for key in _OF_WHOLE if key in config}
-    return {**whole, **text, "architectures": parts, "model_type": model_type(parts[0])}
+    return {**whole, **text, "architectures": [part], "model_type": model_type(part)}
 
 
 def _parse(

@@ -85,7 +85,7 @@ _LAYOUTS: Final = (_PLAIN, _PACKED, _BLOCKS)
 # and 5 save it; and prefixes of the names of its other parts.
 TEXT_PARTS: Final = (("", "language_model."), ("model.", "model.language_model."))
 OTHER_PARTS: Final = tuple(
-    f"{prefix}{part}." for prefix in ("", "model.") for part in ("vision_tower", "multi_modal_projector")
+    f"{prefix}{part}." for prefix in ("", "model.") for part in ("vision_tower", "multi_modal_projector", "visual")
 )
 
 
