@@ -142,7 +142,7 @@ class RequestRouter:
     def close(self, stream: RequestStream) -> None:
         """Forgets a request, and cancels it if it waits or runs."""
         del self._streams[stream.queued.key]
-        if self._dispatcher.cancel(stream.queued.key):
+        if self._dispatcher.cancel(stream.queued.key, self._clock()):
             self.dispatch_soon()
         self.running.unbind(stream)
 
@@ -242,7 +242,7 @@ class RequestRouter:
             stream = self._streams[key]
             request = stream.request
             if not stream.assembly.delivered and self._registry.is_replaced(request.model, request.identity):
-                self._dispatcher.cancel(key)
+                self._dispatcher.cancel(key, self._clock())
                 stream.fail(ReplacedError(request.model))
         if self._dispatcher.assignment.parked.has_to_review:
             self.dispatch_soon()

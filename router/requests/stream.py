@@ -445,11 +445,15 @@ class RequestStream:
 
     def _account_submission(self, now: float) -> None:
         """Notes that a worker gets the request; time after a loss counts as recovery until the next token."""
-        wait = self.queued.wait
         if self.ledger.stage is not Stage.RECOVERING:
-            self.ledger.enter(Stage.UNEXPLAINED, now, wait.shares())
-            if wait.blame is not None:
-                self.ledger.blame(*wait.blame)
+            self._account_wait(Stage.UNEXPLAINED, now)
+
+    def _account_wait(self, stage: Stage, now: float) -> None:
+        """Divides the wait in the router's queue by its causes, and starts `stage`."""
+        wait = self.queued.wait
+        self.ledger.enter(stage, now, wait.shares())
+        if wait.blame is not None:
+            self.ledger.blame(*wait.blame)
 
     def account_return(self, now: float) -> None:
         """Notes that the request is queued again, because its worker had no room or never got it."""
@@ -493,6 +497,8 @@ class RequestStream:
         """
         if self.attempts.is_lost:
             return
+        if self.ledger.stage is Stage.QUEUE:
+            self._account_wait(Stage.QUEUE, now)
         self._account_recovery()
         report, ledger = self.assembly.times.report, self.ledger
         ended = self.assembly.last_token_time if report is None else report.time

@@ -158,7 +158,7 @@ class LaneAssignment:
         lane.unbind(request)
         self.update(lane)
 
-    def _leave(self, request: QueuedRequest, now: float) -> None:
+    def leave(self, request: QueuedRequest, now: float) -> None:
         """Removes a request from its lane, or from the parked ones; it keeps the causes of its wait."""
         if (lane := lane_of(request)) is not None:
             lane.waits.leave(request.wait, now)
@@ -173,12 +173,12 @@ class LaneAssignment:
 
     def place_again(self, request: QueuedRequest, now: float) -> None:
         """Places a waiting request again."""
-        self._leave(request, now)
+        self.leave(request, now)
         self.place(request, now)
 
     def move(self, request: QueuedRequest, move: Move, now: float) -> None:
         """Binds a request to the lane of `move`, which may be its own lane with other work."""
-        self._leave(request, now)
+        self.leave(request, now)
         request.work = move.work
         self.bind(request, now, move.lane)
 

@@ -165,7 +165,7 @@ class Dispatcher:
         dropped = None
         if yields is not None:
             dropped = DroppedRequest(yields, self._queue.full(yields.priority, yields.tenant, now))
-            self.cancel(yields.key)
+            self.cancel(yields.key, now)
         self._queue.push(request)
         self.assignment.bind(request, now, lane)
         return dropped
@@ -192,19 +192,19 @@ class Dispatcher:
         """True if returned requests, or requests of a lost worker, still lack a lane."""
         return bool(self._reassignments)
 
-    def cancel(self, key: int) -> bool:
-        """Drops a waiting request; False if it is not waiting."""
+    def cancel(self, key: int, now: float) -> bool:
+        """Drops a waiting request, which keeps the causes of its wait; False if it is not waiting."""
         request = self._queue.remove(key)
         if request is None:
             return False
-        self.assignment.unbind(request)
+        self.assignment.leave(request, now)
         return True
 
     def expire(self, now: float) -> list[int]:
         """Drops up to _ENDED_AT_ONCE waiting requests whose deadline has passed, and returns their keys."""
         expired: list[int] = []
         while len(expired) < _ENDED_AT_ONCE and (request := self._queue.pop_expired(now)) is not None:
-            self.assignment.unbind(request)
+            self.assignment.leave(request, now)
             expired.append(request.key)
         return expired
 
@@ -217,7 +217,7 @@ class Dispatcher:
         overdue = itertools.takewhile(lambda request: self.assignment.parked.is_overdue(request, now), first)
         abandoned = [request.key for request in overdue if not self.lanes.is_servable(request)]
         for key in abandoned:
-            self.cancel(key)
+            self.cancel(key, now)
         return abandoned
 
     # Workers.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from functools import partial
 
@@ -28,13 +29,15 @@ def test_cancel_in_router_queue_leaves_no_worker_span(site: Site) -> None:
     running = site.fill()
     waiting = site.begin(10)
     site.until(lambda: site.has_state(waiting, apb.REQUEST_STATE_QUEUED))
+    # A shorter wait has no culprit.
+    time.sleep(0.01)
     waiting.cancel()
     root = site.root(waiting)
     assert names(site.below(root, 2)) == {"tokenize": 1, "queue": 1}
     assert (root.attributes["rpc.response.status_code"], root.status, root.events) == ("CANCELLED", "UNSET", ())
-    stages = {name for name in root.attributes if name.startswith("fissile.stage.")}
-    assert stages & {"fissile.stage.queue_ms", "fissile.stage.own_queue_ms"}, stages
-    assert "fissile.stage.decode_ms" not in stages
+    assert root.attributes["fissile.stage.own_queue_ms"] > 1
+    assert root.attributes["fissile.blame.own_queue.request"] in {call.request_id for call in running}
+    assert "fissile.stage.decode_ms" not in root.attributes
     site.end(running)
 
 

@@ -115,6 +115,22 @@ def test_recovery_lasts_from_the_last_token_to_the_first_of_the_next_attempt() -
     assert _parts(stream, 11.0) == {Stage.PREPARE: 1.0, Stage.UNEXPLAINED: 2.0, Stage.RECOVERING: 8.0}
 
 
+def test_request_that_ends_in_the_queue_has_the_causes_of_its_wait() -> None:
+    """Former fault: all of it was `queue`, and nobody was blamed."""
+    stream = _stream()
+    wait, blame = stream.queued.wait, Blame("b", "mine", 1.5)
+    wait.held, wait.parked_s, wait.own_s, wait.blame = {Stage.GATE_HOLD: 2.0}, 0.5, 1.5, (Stage.OWN_QUEUE, blame)
+    stream.account_end(9.0, 9.0)
+    assert stream.ledger.parts(9.0) == {
+        Stage.PREPARE: 1.0,
+        Stage.OWN_QUEUE: 1.5,
+        Stage.QUEUE: 4.0,
+        Stage.GATE_HOLD: 2.0,
+        Stage.PLACEMENT_WAIT: 0.5,
+    }
+    assert stream.ledger.blames == {Stage.OWN_QUEUE: blame}
+
+
 def test_request_that_ends_without_another_worker_recovers_until_then() -> None:
     """Former fault: the time after the loss counted as the client's."""
     stream = _stream()

@@ -133,8 +133,8 @@ def test_queue_full() -> None:
     with pytest.raises(QueueFullError) as full:
         d.arrive(request(3), 0.0)
     assert full.value.retry_after_s == 1.0
-    assert d.cancel(1)
-    assert not d.cancel(1)
+    assert d.cancel(1, 0.0)
+    assert not d.cancel(1, 0.0)
     d.arrive(request(3), 0.0)
 
 
@@ -546,7 +546,7 @@ def test_decision_checks_only_changed_or_due_lanes() -> None:
         assert d.decide(0.01) == []
         assert d.next_timer(0.01) == pytest.approx(0.1, abs=1e-3)
         assert looked == ["w7"]
-        d.cancel(9)
+        d.cancel(9, 0.0)
         d.decide(0.02)
         assert d.assignment.take_changed_records() == {"w9"}
     timer = d.next_timer(0.02)

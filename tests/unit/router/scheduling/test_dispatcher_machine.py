@@ -126,7 +126,7 @@ class DispatcherMachine(RuleBasedStateMachine):
         parked = [each.key for each in self.d.assignment.parked if not each.is_retry]
         if parked:
             old = self.waiting[data.draw(st.sampled_from(parked))]
-            assert self.d.cancel(old.key)
+            assert self.d.cancel(old.key, self.now)
             new = self.waiting[old.key] = replace(old, lane=None, parked=None, numerics=None, most_tokens=old.tokens)
             self.d.rejoin(new, self.now)
 
@@ -137,7 +137,7 @@ class DispatcherMachine(RuleBasedStateMachine):
 
     def drop(self, key: int) -> None:
         del self.waiting[key]
-        assert self.d.cancel(key)
+        assert self.d.cancel(key, self.now)
 
     @precondition(lambda self: self.released)
     @rule(data=st.data(), count=st.integers(1, 4), is_cancelled=st.booleans())
