@@ -7,10 +7,15 @@ from typing import Any
 
 import pytest
 
-from tests.checkpoints import make_checkpoint
+from common.config import Config, SpeculativeConfig
+from common.params.config_parts import MTP
+from common.params.sampling_params import SamplingParams
+from tests.checkpoints import make_checkpoint, make_mtp_checkpoint
 from tests.covering import slow_but
 from tests.gguf_files import QUANTIZED, convert
-from tests.parity.test_models import Models, load_reference, longrope, make_runner
+from tests.parity.test_models import Models, close, load_reference, longrope, make_runner
+from tests.parity.test_ranks import Ranks, one
+from worker.llm_engine import LLMEngine
 
 WIDE: dict[str, Any] = {
     "hidden_size": 256,
@@ -99,3 +104,32 @@ def test_greedy_streams(models: Models) -> None:
     for prompt, stream in zip(prompts, models.greedy(prompts), strict=True):
         expected = models.reference.greedy(prompt)
         assert stream[: len(expected)] == expected
+
+
+@pytest.mark.parametrize("name", slow_but({"gpt-oss"}, ["gpt-oss", "granite-moe", "deepseek-v3-yarn", "mixtral"]))
+def test_two_ranks_equal_one_rank(tmp_path: Path, name: str) -> None:
+    """Each rank reads its rows and columns of tensors that the file splits, stacks or transposes."""
+    architecture, shape, kind = FILES[name]
+    file = make_checkpoint(tmp_path, architecture, **{**WIDE, **shape}) / "m.gguf"
+    file.write_bytes(convert(tmp_path, kind).to_bytes())
+    prompt = [7 + 3 * i for i in range(65)]
+    expected, ranks = make_runner(file), Ranks(file, 2)
+    try:
+        close(ranks.logits(one(prompt, 0))[0], Models(load_reference(tmp_path), expected).logits(prompt, 0))
+    finally:
+        ranks.close()
+
+
+def test_layer_that_drafts_changes_no_token(tmp_path: Path) -> None:
+    file = make_mtp_checkpoint(tmp_path, "glm4_moe", **WIDE) / "m.gguf"
+    file.write_bytes(convert(tmp_path, "Q8_0").to_bytes())
+    options: dict[str, Any] = {"model": str(file), "dtype": "float32", "max_model_len": 96, "num_kvcache_blocks": 32}
+    drafting = LLMEngine(Config(speculative_config=SpeculativeConfig(2, MTP, adaptive=False), **options))
+    plain = LLMEngine(Config(**options))
+    params = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
+    prompts = [[7 + 3 * i for i in range(20)], [90, 91]]
+    found = [answer["token_ids"] for answer in drafting.generate(prompts, params)]
+    assert found == [answer["token_ids"] for answer in plain.generate(prompts, params)]
+    assert drafting.core.scheduler.spec_stats.total_draft_tokens > 0
+    drafting.close()
+    plain.close()
