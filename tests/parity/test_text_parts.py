@@ -33,11 +33,11 @@ KINDS: dict[str, tuple[str, str, dict[str, Any], str]] = {
 MROPE = {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [6, 3, 3], "mrope_interleaved": True}
 
 
-@pytest.mark.parametrize("name", list(KINDS))
-def test_text_part_equals_transformers(tmp_path: Path, name: str) -> None:
+def make_whole_checkpoint(folder: Path, name: str) -> Reference:
+    """Writes a multimodal checkpoint of one of KINDS whose text part is random."""
     import transformers
 
-    text, model_type, vision, architecture = KINDS[name]
+    text, model_type, vision, _ = KINDS[name]
     config_class: Any = getattr(transformers, f"{name}Config")
     model_class: Any = getattr(transformers, f"{name}ForConditionalGeneration")
     shape = (
@@ -47,10 +47,16 @@ def test_text_part_equals_transformers(tmp_path: Path, name: str) -> None:
     config = config_class(text_config=shape, vision_config=vision, tie_word_embeddings=text != "mistral")
     model = model_class(config).float().eval()
     _draw_weights(model.model.language_model, seed=3)
-    model.save_pretrained(tmp_path)
+    model.save_pretrained(folder)
+    return Reference(folder, model)
+
+
+@pytest.mark.parametrize("name", list(KINDS))
+def test_text_part_equals_transformers(tmp_path: Path, name: str) -> None:
+    reference, architecture = make_whole_checkpoint(tmp_path, name), KINDS[name][3]
     saved = ModelConfig.from_folder(tmp_path)
     assert (saved.architecture, saved.eos_token_ids) == (architecture, (DEFAULT_SHAPE["eos_token_id"],))
-    models = Models(Reference(tmp_path, model), make_runner(tmp_path))
+    models = Models(reference, make_runner(tmp_path))
     prompt = models.random_prompts([65], seed=1)[0]
     expected = models.reference.logits(prompt)[-1]
     close(models.logits(prompt, 0), expected)

@@ -31,6 +31,9 @@ _KNOWN: Final = frozenset(
         "rope.scaling.yarn_beta_fast",
         "rope.scaling.yarn_beta_slow",
         "tensor_data_layout",
+        # Of images and videos.
+        "rope.dimension_sections",
+        "n_deepstack_layers",
         "pooling_type",
     )
 )
@@ -452,6 +455,7 @@ ARCHITECTURES: Final[Mapping[str, tuple[str, Settings]]] = {
     "qwen2": ("Qwen2ForCausalLM", _qwen2),
     "qwen2moe": ("Qwen2MoeForCausalLM", _qwen2moe),
     "qwen3": ("Qwen3ForCausalLM", _qwen3),
+    "qwen3vl": ("Qwen3ForCausalLM", _qwen3),
     "qwen3moe": ("Qwen3MoeForCausalLM", _qwen3moe),
     "phi3": ("Phi3ForCausalLM", _phi3),
     "gemma2": ("Gemma2ForCausalLM", _gemma2),
