@@ -152,9 +152,11 @@ class SequenceLedger(Ledger):
             self.evictor = None
         if shares is not None:
             self._blame_prompt(Stage.OTHERS_PREFILL, account, prompts - own)
-            self._blame_decode(account, shares[Stage.NEIGHBOURS], now)
+            self._blame_decode(Stage.NEIGHBOURS, account, shares[Stage.NEIGHBOURS], now)
         elif self.stage is Stage.WORKER_QUEUE:
             self._blame_prompt(Stage.WORKER_QUEUE, account, waited)
+            if Stage.WORKER_QUEUE not in self.blames:
+                self._blame_decode(Stage.WORKER_QUEUE, account, waited, now)
         self.enter(stage, now, shares)
         self.has_moved = True
         self._phase_began, self._prefill_before, self._sums = now, self.prefill_s, sums
@@ -170,13 +172,13 @@ class SequenceLedger(Ledger):
         if culprit is not None:
             self.blame(stage, Blame(culprit.request_id, culprit.tenant, min(culprit.prefill_s, seconds)))
 
-    def _blame_decode(self, account: StepAccount, seconds: float, now: float) -> None:
-        """Blames the sequence that decoded longest in the running phase for its share of `seconds`."""
+    def _blame_decode(self, stage: Stage, account: StepAccount, seconds: float, now: float) -> None:
+        """Blames the sequence that decoded longest in the running phase for its share of `seconds` of a stage."""
         if seconds < _LEAST_BLAMED_S:
             return
         culprit, share = account.most_decoded(self._phase_began, now, self)
         if culprit is not None:
-            self.blame(Stage.NEIGHBOURS, Blame(culprit.request_id, culprit.tenant, share * seconds))
+            self.blame(stage, Blame(culprit.request_id, culprit.tenant, share * seconds))
 
     def start(self, account: StepAccount, now: float) -> None:
         """Notes a step with a chunk of its prompt; the time after a preemption is its cost until the next token."""

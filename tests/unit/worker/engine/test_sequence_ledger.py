@@ -54,6 +54,17 @@ def test_wait_behind_a_prompt_blames_it() -> None:
     assert second.blames[Stage.WORKER_QUEUE].request_id == "first"
 
 
+def test_wait_at_a_worker_full_of_answers_blames_the_one_that_decoded_longest() -> None:
+    """Former fault: without a prompt beside it nobody was blamed."""
+    account, first, second = StepAccount(), _ledger("first"), _ledger("second", 1.0)
+    first.start(account, 0.0)
+    first.produce(account, 1.0)
+    account.end_step(5.0, 4.0, 0.0, 1, 1)
+    second.start(account, 5.0)
+    blame = second.blames[Stage.WORKER_QUEUE]
+    assert (blame.request_id, blame.seconds) == ("first", 4.0)
+
+
 def test_steps_are_longer_by_neighbours_than_alone() -> None:
     account, ledger = StepAccount(), _ledger("a")
     ledger.start(account, 0.0)
