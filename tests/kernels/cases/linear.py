@@ -9,6 +9,7 @@ import torch
 from kernels.grouped_weight import GroupedWeight
 from kernels.interface import QuantizedWeight
 from kernels.triton_backend import linear
+from kernels.triton_backend.codes import CodeForm
 from kernels.triton_backend.packed_weight import PackedWeight, from_codes, from_quantized
 from kernels.triton_backend.target import Settings
 from tests.kernels.cases import Case
@@ -86,6 +87,13 @@ def argmax(settings: Settings) -> None:
     linear.argmax(torch.empty(FEW, K, dtype=BF16), packed, 151_669, settings)
 
 
+def argmax_of_codes(settings: Settings) -> None:
+    """A head of `--quantize int4`."""
+    numbers, scales = torch.empty(8, K // 2, dtype=torch.uint8), torch.empty(K // 32, 8, dtype=BF16)
+    packed = PackedWeight(numbers, scales, None, BF16, 151_936, K, codes=CodeForm(4, 32))
+    linear.argmax(torch.empty(FEW, K, dtype=BF16), packed, 151_669, settings)
+
+
 def heads(settings: Settings) -> None:
     packed = PackedWeight(torch.empty(128, 512, 128, dtype=BF16), None, None, BF16, 512, 128)
     linear.head_linear(torch.empty(FEW, 128, 192, dtype=BF16)[:, :, :128], packed, settings)
@@ -110,5 +118,6 @@ CASES = {
     "w8a8": Case(w8a8, MATRIX),
     # Two registers outside the loop over K: on an H200 the head's product takes what reading its weight takes.
     "argmax": Case(argmax, frozenset({"_tile_best_kernel"}), (("_tile_best_kernel", 2),)),
+    "argmax of codes": Case(argmax_of_codes, frozenset({"_tile_best_kernel"})),
     "heads": Case(heads, MATRIX),
 }

@@ -92,7 +92,7 @@ def test_int4_logits_equal_those_of_native_kernels(tmp_path: Path) -> None:
     assert float((found - logits(floats)).norm() / expected.norm()) > 1e-3
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("given", [{"kind": ("qwen2", "gptq-act-order")}, {"quantize": "int4"}], ids=["gptq", "int4"])
 def test_answers_are_equal_alone_batched_and_in_chunks(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, given: dict[str, Any]
