@@ -166,14 +166,11 @@ class _Shelf:
     def get(self, name: bytes, size: int) -> tuple[bytes | None, str]:
         """The block of this name if the tier has it undamaged, and the result. A damaged one leaves the tier."""
         began = self._clock()
-        value = self._try(lambda: self.tier.get(name), None)
-        block = None if value is None else unpack(name, value, size)
+        value, block = self._read(name, size)
         result = MISS if value is None else DAMAGED if block is None else HIT
-        self._count(result)
+        if result != DAMAGED:
+            self._count(result)
         self._add_traffic(READ, len(value or b""), began)
-        if result == DAMAGED:
-            log.error("KV tier returned a damaged block", tier=self.name, block=name.hex())
-            self.drop(name)
         return block, result
 
     def put(self, name: bytes, parent: bytes, value: bytes) -> None:
@@ -187,10 +184,9 @@ class _Shelf:
         """Compares slices of a block that this worker has computed with the tier's. Drops the tier's if they differ.
 
         Returns:
-            True if they are equal, or if the tier has none.
+            True if they are equal, or if the tier has none that is undamaged.
         """
-        value = self._try(lambda: self.tier.get(name), None)
-        kept = None if value is None else unpack(name, value, len(block))
+        _, kept = self._read(name, len(block))
         if kept is None:
             return True
         is_equal = all(kept[part] == block[part] for part in compared)
@@ -208,6 +204,16 @@ class _Shelf:
     def close(self) -> None:
         """Gives back what the tier holds."""
         self._try(self.tier.close, None)
+
+    def _read(self, name: bytes, size: int) -> tuple[bytes | None, bytes | None]:
+        """A value and the block in it. A damaged value is counted and leaves the tier."""
+        value = self._try(lambda: self.tier.get(name), None)
+        block = None if value is None else unpack(name, value, size)
+        if value is not None and block is None:
+            self._count(DAMAGED)
+            log.error("KV tier returned a damaged block", tier=self.name, block=name.hex())
+            self.drop(name)
+        return value, block
 
     def _count(self, result: str) -> None:
         with self._lock:

@@ -504,6 +504,18 @@ def test_damaged_value_leaves_its_tier_and_is_written_again(tmp_path: Path) -> N
         tiers.close()
 
 
+def test_damaged_value_that_an_audit_finds_is_counted_and_replaced(tmp_path: Path) -> None:
+    tier = FileTier(tmp_path, 4 * VALUE)
+    tier.put(name(1), b"", value(1)[:-1])
+    tiers = KvTiers({"files": tier}, BYTES)
+    tiers.audit([name(1)])
+    tiers.store([(name(1), b"", bytes([1]).ljust(BYTES, b"-"))])
+    until(lambda: tiers.counts()["files", STORED] == 1)
+    assert tiers.counts()["files", DAMAGED] == 1
+    assert tier.get(name(1)) == value(1)
+    tiers.close()
+
+
 def test_option_opens_tiers_fastest_first(tmp_path: Path) -> None:
     tiers = open_tiers(f" files:{tmp_path / 'a:b'}:1MiB , memory:1MiB", BYTES)
     assert list(tiers) == ["memory", "files"]
