@@ -207,8 +207,7 @@ MAX_GGUF_VOCABULARY_BYTES = 8 * MIB
 MAX_GGUF_TOKEN_BYTES = 1024
 # Token ids are below this number; published vocabularies have at most 901,629 tokens.
 MAX_TOKEN_IDS = 1 << 20
-# Most layers of a model, experts of a layer, and experts of all layers: config.json alone sets the lengths of lists of
-# them. Published models have at most about 130 layers, 512 experts in each and 25,000 in all.
+# Most layers, experts of a layer and of all layers, which config.json alone sets. Published: 130, 512 and 25,000.
 MAX_MODEL_LAYERS = 1024
 MAX_MODEL_EXPERTS = 2048
 MAX_ALL_EXPERTS = 1 << 16

@@ -42,7 +42,7 @@ from common.text.tokenizer import Tokenizer, TokenizerError, files_sha256, read_
 from common.version import fissile_version
 from worker.config.engine_config import with_special_tokens
 from worker.config.model_config import ModelConfig, ModelError
-from worker.config.model_tokenizer import model_tokenizer_files
+from worker.config.model_tokenizer import model_tokenizer_files, naming
 from worker.config.vector_config import checkpoint_pooling, relevance_tokens
 from worker.doors.door_adapter import DoorAdapter
 from worker.doors.served_doors import SERVED_DOORS
@@ -133,7 +133,8 @@ class Worker:
         self._model_config = ModelConfig.from_folder(options.config.model)
         self._config = with_special_tokens(options.config, self._model_config)
         files = model_tokenizer_files(options.config.model)
-        tokenizer = _checked_tokenizer(files)
+        with naming(options.config.model):
+            tokenizer = _checked_tokenizer(files)
         self._loaded = self._first_facts = _first_facts(options, self._config, self._model_config, files)
         self._tracing = setup_tracing("fissile-worker", self._loaded.instance_id, options.trace_slow)
         is_scraped = options.metrics_port is not None

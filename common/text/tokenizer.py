@@ -18,6 +18,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from itertools import chain
+from math import prod
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
@@ -42,6 +43,8 @@ TOKENIZER_FILES: Final = (
 )
 # Folder of named chat templates, each in a separate file.
 TEMPLATE_FOLDER: Final = "additional_chat_templates"
+# A text that replaces another one, in a normalizer or decoder; each can make a text longer by its length.
+_CONTENT: Final = re.compile(r'"content": "((?:[^"\\]|\\.)*)"')
 _TEMPLATE_FILE: Final = re.compile(rf"{TEMPLATE_FOLDER}/[^/\0]{{1,128}}\.jinja")
 NAMED_TOKENS: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 # Noncharacters are reserved by Unicode for use inside a program, so no text has them.
@@ -166,8 +169,7 @@ class Tokenizer:
 
     def __init__(self, files: Mapping[str, bytes]) -> None:
         reading = _read(files)
-        special = reading.special_tokens
-        self.named_tokens, self.special_tokens = reading.named_tokens, special
+        self.named_tokens, self.special_tokens = reading.named_tokens, (special := reading.special_tokens)
         self.chat_templates = reading.templates
         self._parsing = reading.backend
         _flag_special(self._parsing, special)
@@ -175,8 +177,7 @@ class Tokenizer:
         # The library takes time and memory for each id below the highest when it writes a vocabulary.
         if self.vocab_size > MAX_TOKEN_IDS:
             raise TokenizerError(f"tokenizer.json has the id {self.vocab_size - 1}; valid: below {MAX_TOKEN_IDS}")
-        own = self._parsing.get_vocab(with_added_tokens=False)
-        if len(set(own.values())) < len(own):
+        if len(set((own := self._parsing.get_vocab(with_added_tokens=False)).values())) < len(own):
             raise TokenizerError("tokenizer.json gives several tokens the same id")
         written = self._parsing.to_str()
         self._plain = tokenizers.Tokenizer.from_str(written)
@@ -189,9 +190,8 @@ class Tokenizer:
         self._marked = re.compile(f"{MARK_START}({self._special.pattern}){MARK_END}|[{MARK_START}{MARK_END}]")
         self._frame = self._text_frame()
         self._pair_frame = self._frame_of_pair()
-        names = self.named_tokens
-        self._unknown = self._parsing.token_to_id(names.get("unk_token", ""))
-        self.bos_token_id: int | None = self._parsing.token_to_id(names.get("bos_token", ""))
+        self._unknown = self._parsing.token_to_id(self.named_tokens.get("unk_token", ""))
+        self.bos_token_id: int | None = self._parsing.token_to_id(self.named_tokens.get("bos_token", ""))
         self._newline = self._ids(self._parsing, "\n")
         self.pieces = TokenBytes(self._parsing)
         content = json.loads(written)
@@ -243,8 +243,7 @@ class Tokenizer:
         """Encodes as `encode` does, in pieces with a bounded amount of work for each.
 
         Args:
-            text: as for `encode`.
-            allow_special: as for `encode`.
+            text, allow_special: as for `encode`.
             most_bytes: most bytes of a part that cannot be cut; None for no limit.
 
         Raises:
@@ -263,14 +262,12 @@ class Tokenizer:
         """Encodes one of a pair of texts, such as query and document, in pieces as `encode_pieces` does.
 
         Args:
-            text: one of the texts. The first one gets the tokens in front of the pair and between both texts, the
-                second one gets the tokens behind the pair.
+            text: the first one gets the tokens in front of the pair and between both, the second one those behind it.
             is_first: True for the first text.
             most_bytes: as for `encode_pieces`.
 
         Raises:
-            TokenizerError: as `encode`.
-            LongPieceError: as `encode_pieces`.
+            TokenizerError, LongPieceError: as `encode_pieces`.
         """
         before, between, behind = self._pair_frame
         try:
@@ -437,12 +434,17 @@ def _read(files: Mapping[str, bytes]) -> TokenizerParts:
     # Workers choose the names, so only known names become paths. A later version may send more files.
     known = {name: data for name, data in files.items() if name in TOKENIZER_FILES or _TEMPLATE_FILE.fullmatch(name)}
     config, settings = read_json(files, "config.json"), read_json(files, "tokenizer_config.json")
-    read_json(files, "tokenizer.json")
+    content = read_json(files, "tokenizer.json")
+    for part in ("normalizer", "decoder"):
+        if prod(1 + len(each) for each in _CONTENT.findall(json.dumps(content.get(part), ensure_ascii=False))) > 4096:
+            raise TokenizerError(
+                f"tokenizer.json: its {part} makes texts too long; at most 4096 times as long is valid"
+            )
     try:
         return read_tokenizer(known, config, settings)
     # transformers and its libraries raise exceptions of any kind.
     except Exception as error:
-        raise tokenizer_fault(files, f"transformers cannot read the tokenizer: {error}") from None
+        raise tokenizer_fault(files, f"transformers cannot read tokenizer_config.json: {error}") from None
 
 
 def tokenizer_fault(files: Mapping[str, bytes], said: str) -> TokenizerError:

@@ -174,7 +174,7 @@ def _checked(folder: Path) -> tuple[str, str]:
     try:
         model_tokenizer_files(folder)
     except TokenizerError as error:
-        return architecture, str(error).replace(str(folder), "it")
+        return architecture, str(error).replace(f"{folder}: ", "").replace(str(folder), "it")
     if folder.is_dir() and not any(folder.glob("*.safetensors")):
         return architecture, "its weights are not downloaded"
     return architecture, _SERVED

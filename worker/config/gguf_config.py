@@ -133,7 +133,7 @@ def gguf_config(model: GgufModel) -> dict[str, Any]:
     name = model.metadata.get("general.architecture")
     served = {each: found for each, found in ARCHITECTURES.items() if found[0] in support_model_arch_dict}
     if name not in served:
-        found = printable(str(name))
+        found = printable(name) if isinstance(name, str) else "without a name"
         raise UnreadableFileError(f"{model.path} has the architecture {found}; supported: {', '.join(served)}")
     architecture, settings = served[str(name)]
     entries = _Entries(model, str(name))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,18 @@ def model_tokenizer_files(model: str | Path) -> dict[str, bytes]:
             return gguf_tokenizer_files(read_gguf(files))
     except UnreadableFileError as error:
         raise TokenizerError(str(error)) from None
-    return tokenizer_files(model, converted_tokenizer(Path(model)))
+    with naming(model):
+        return tokenizer_files(model, converted_tokenizer(Path(model)))
+
+
+@contextlib.contextmanager
+def naming(model: str | Path) -> Iterator[None]:
+    """Adds the model to a TokenizerError that lacks it."""
+    try:
+        yield
+    except TokenizerError as error:
+        said = str(error)
+        raise TokenizerError(said if str(model) in said else f"{model}: {said}") from None
 
 
 def model_tokenizer(model: str | Path) -> Tokenizer:
@@ -54,7 +66,8 @@ def model_tokenizer(model: str | Path) -> Tokenizer:
     Raises:
         TokenizerError: there is none, or it cannot be used.
     """
-    return Tokenizer.from_files(model_tokenizer_files(model))
+    with naming(model):
+        return Tokenizer.from_files(model_tokenizer_files(model))
 
 
 def tokenizer_eos_id(model: str | Path) -> int | None:
@@ -65,7 +78,11 @@ def tokenizer_eos_id(model: str | Path) -> int | None:
     """
     if not has_tokenizer(model):
         return None
-    files = model_tokenizer_files(model)
+    with naming(model):
+        return _eos_id(model_tokenizer_files(model))
+
+
+def _eos_id(files: Mapping[str, bytes]) -> int | None:
     try:
         text = named_special_tokens(files).get("eos_token")
         return None if text is None else _token_id(files, text)

@@ -14,6 +14,7 @@ from typing import Any, Final
 from common.files import UnreadableFileError, read_json_file
 from common.limits import MAX_CONFIG_FILE_BYTES
 from common.params.pooling import LAST, MEAN, Pooling
+from common.text.tokenizer import TokenizerError
 from worker.config.model_config import ModelError
 from worker.config.model_tokenizer import model_tokenizer
 
@@ -107,7 +108,10 @@ def _token_ids(folder: str | Path, texts: object) -> list[int | None]:
     if not (isinstance(texts, list) and len(texts) == 2 and all(isinstance(text, str) for text in texts)):
         raise ModelError(f'config.json: {_CLASSIFIER} is {texts!r}; the texts of two tokens, ["no", "yes"], are needed')
     tokenizer = model_tokenizer(folder)
-    found = [tokenizer.encode_inside(text) for text in reversed(texts)]
+    try:
+        found = [tokenizer.encode_inside(text) for text in reversed(texts)]
+    except (TokenizerError, TypeError, UnicodeError) as error:
+        raise ModelError(f"config.json: {_CLASSIFIER} is {texts!r}; texts of two tokens are valid ({error})") from None
     return [ids[0] if len(ids) == 1 else None for ids in found]
 
 

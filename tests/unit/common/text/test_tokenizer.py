@@ -323,6 +323,18 @@ def test_huge_token_id_is_refused_at_once() -> None:
         Tokenizer.from_files(files() | {"tokenizer.json": json.dumps(content).encode()})
 
 
+@pytest.mark.parametrize("part", ["normalizer", "decoder"])
+def test_texts_that_grow_without_bound_are_refused(part: str) -> None:
+    """Former fault: six of these made a text of one letter too long for any memory."""
+    broken = files()
+    content = json.loads(broken["tokenizer.json"])
+    steps = [{"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 1000}] * 6
+    content[part] = {"type": "Sequence", f"{part}s": steps}
+    broken["tokenizer.json"] = json.dumps(content).encode()
+    with pytest.raises(TokenizerError, match=f"its {part} makes texts too long; at most 4096 times"):
+        Tokenizer.from_files(broken)
+
+
 def test_two_tokens_with_one_id_are_refused() -> None:
     """Former fault: an exception or a panic of the library, which had lost one of them."""
     content = json.loads(files()["tokenizer.json"])

@@ -72,7 +72,7 @@ def test_relevance_is_scored_by_two_tokens(tmp_path: Path) -> None:
         relevance_tokens(tmp_path, {}, 9)
 
 
-@pytest.mark.parametrize("texts", ["yes", ["yes"], ["yes", 1], ["no such token", "y"], ["y", "y"]])
+@pytest.mark.parametrize("texts", ["yes", ["yes"], ["yes", 1], ["\ud800", "y"], ["no such token", "y"], ["y", "y"]])
 def test_classifier_tokens_other_than_two_are_refused(tmp_path: Path, texts: Any) -> None:
     write_tokenizer(tmp_path, 300)
     with pytest.raises(ModelError, match=r"two"):
