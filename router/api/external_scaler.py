@@ -69,7 +69,7 @@ class ExternalScalerService(ExternalScalerServicer):
         """Says so at once, and within FIGURES_EVERY_S of a change."""
         async with RpcScope(self._tracing, context, "StreamIsActive", service=SERVICE):
             trigger = ScalingTrigger.from_metadata(request.scalerMetadata)
-            async with self._stream():
+            async with self._stream(context):
                 said = None
                 while True:
                     if (is_active := self._is_active(trigger)) != said:
@@ -86,7 +86,7 @@ class ExternalScalerService(ExternalScalerServicer):
         """Names them once: they change with the ScaledObject alone, for which KEDA opens a new stream."""
         async with RpcScope(self._tracing, context, "StreamMetricSpec", service=SERVICE):
             specs = _specs(ScalingTrigger.from_metadata(request.scalerMetadata))
-            async with self._stream():
+            async with self._stream(context):
                 await context.write(specs)
                 await asyncio.Event().wait()
 
@@ -103,12 +103,14 @@ class ExternalScalerService(ExternalScalerServicer):
         return has_work(trigger.model, self._calls, self._pool.workers)
 
     @contextlib.asynccontextmanager
-    async def _stream(self) -> AsyncIterator[None]:
+    async def _stream(self, context: Context) -> AsyncIterator[None]:
         """Counts one of a bounded number of streams; `end_streams` ends the block."""
         if self._num_streams >= MAX_LOAD_WATCHES:
             raise TooManyWatchesError(MAX_LOAD_WATCHES)
         self._num_streams += 1
         try:
+            # Sent before: gRPC sends no status after a first message that was broken off.
+            await context.send_initial_metadata(())
             with contextlib.suppress(RouterEndingError), self._streams.interruptible():
                 yield
         finally:

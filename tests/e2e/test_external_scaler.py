@@ -21,6 +21,7 @@ from common.rpc.api_keys import Role, new_key
 from common.rpc.auth import KeyAccess
 from common.rpc.key_store import KeyStore
 from common.rpc.tls import ServerTls
+from router.api.external_scaler import ExternalScalerService
 from router.app import Router
 from router.options import RouterOptions
 from router.scheduling.failover import FailoverOptions
@@ -243,6 +244,21 @@ async def _first(stub: ExternalScalerAsyncStub) -> kpb.IsActiveResponse | None:
         return None
     stream.cancel()
     return found
+
+
+async def test_stream_that_ends_in_its_first_message_has_a_status(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Former fault: a drain in that moment left the stream open until the router ended, and KEDA got an error."""
+
+    def ends_next(service: ExternalScalerService, trigger: object) -> bool:
+        asyncio.get_running_loop().call_soon(service.end_streams)
+        return True
+
+    monkeypatch.setattr(ExternalScalerService, "_is_active", ends_next)
+    async with scaler() as (_, stub):
+        stream = stub.StreamIsActive(trigger(), timeout=60)
+        while await stream.read() is not grpc.aio.EOF:
+            pass
+        assert await stream.code() is grpc.StatusCode.OK
 
 
 async def test_draining_router_ends_streams_with_ok_at_once() -> None:
