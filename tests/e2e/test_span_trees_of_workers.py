@@ -214,11 +214,11 @@ def test_no_span_is_left_after_many_requests(count: int, tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_trace_slow_keeps_slow_request_whole_and_drops_fast_one(tmp_path: Path) -> None:
+def test_trace_slow_keeps_slow_request_whole_and_failed_one_and_drops_fast_one(tmp_path: Path) -> None:
     """With a sampler that drops all: a step takes 0.5 s, so five take longer than --trace-slow, and one does not."""
     kept = ["--trace-slow", "2s"]
     with running_site(
-        tmp_path, ["--simulate", "fixed:500ms", *kept], router_options=kept,
+        tmp_path, ["--simulate", "fixed:500ms", *kept], router_options=[*kept, "--worker-wait", "100ms"],
         environment={"OTEL_TRACES_SAMPLER": "always_off"},
     ) as site:  # fmt: skip
         fast = []
@@ -241,3 +241,8 @@ def test_trace_slow_keeps_slow_request_whole_and_drops_fast_one(tmp_path: Path) 
         traces = {span.trace_id for span in site.receiver.named(METHOD)}
         assert {span.trace_id for span in site.receiver.named("worker.generate")} <= traces
         assert len(traces) <= len(fast)
+        site.service.workers[0].running.kill()
+        failed = site.begin(1)
+        with pytest.raises(grpc.RpcError):
+            list(failed)
+        assert (site.root(failed).status, failed.code()) == ("ERROR", grpc.StatusCode.UNAVAILABLE)
