@@ -1,4 +1,4 @@
-"""Weights as unsigned codes of 4 or 8 bits whose scales are shared by groups of columns."""
+"""Weights as unsigned codes of 4 to 8 bits whose scales are shared by groups of columns."""
 
 from __future__ import annotations
 
@@ -30,12 +30,14 @@ class GroupedWeight:
 
     Attributes:
         codes: uint8 [N, K], one in each byte, below 2 ** `bits`.
-        bits: 4 or 8.
+        bits: 4, 5, 6 or 8.
         group: columns that share a scale: 16, 32, 64, 128, a multiple of 128, or at least K.
-        scales: [N, G] in the float dtype that holds them exactly.
-        zeros: uint8 [N, G]; None for the middle code, 8 or 128.
-        offsets: float32 [N, G]; None for zeros.
+        scales: [N, G] in the float dtype that holds them exactly; with `factors` int8.
+        zeros: uint8 [N, G]; None for the middle code, half of 2 ** `bits`.
+        offsets: float32 [N, G]; None for zeros; with `factors` int8.
         order: int64 [K]: column k is column order[k] of the model's weight. None if columns are in their order.
+        factors: float16 [N, B, 1 or 2], for each block of 128 columns what its scales and, if there are any, its
+            offsets are multiplied by, which float32 holds exactly. None if scales and offsets are what they are.
 
     Raises:
         ValueError: kernels have no such group, or shapes do not go together.
@@ -48,6 +50,7 @@ class GroupedWeight:
     zeros: torch.Tensor | None = None
     offsets: torch.Tensor | None = None
     order: torch.Tensor | None = None
+    factors: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         rows, inner = self.shape
@@ -57,6 +60,9 @@ class GroupedWeight:
         for found in (self.scales, self.zeros, self.offsets):
             if found is not None and found.shape != (rows, groups):
                 raise ValueError(f"{list(found.shape)} does not go with {rows} rows of {groups} groups")
+        factors = (rows, -(-inner // BLOCK), 1 if self.offsets is None else 2)
+        if self.factors is not None and (self.factors.shape != factors or self.group > BLOCK):
+            raise ValueError(f"factors {list(self.factors.shape)} are not {list(factors)}, or groups exceed {BLOCK}")
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -129,8 +135,11 @@ def _rounded(numbers: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     return (numbers * inverse).round_().clamp_(-8.0, 7.0).nan_to_num_(0.0)
 
 
-def dequantized(weight: GroupedWeight) -> torch.Tensor:
+def dequantized(weight: GroupedWeight | JoinedWeight) -> torch.Tensor:
     """Values of a weight in the model's order of columns, float32 [N, K], newly allocated."""
+    if isinstance(weight, JoinedWeight):
+        return torch.cat([dequantized(part) for part in weight.parts])
+    weight = unfactored(weight)
     numbers = weight.codes.float()
     numbers.sub_(weight.middle if weight.zeros is None else weight.spread(weight.zeros))
     numbers.mul_(weight.spread(weight.scales))
@@ -139,6 +148,16 @@ def dequantized(weight: GroupedWeight) -> torch.Tensor:
     if weight.order is None:
         return numbers
     return torch.empty_like(numbers).index_copy_(1, weight.order, numbers)
+
+
+def unfactored(weight: GroupedWeight) -> GroupedWeight:
+    """The same values, with scales and offsets in float32 if they had factors."""
+    if weight.factors is None:
+        return weight
+    of_group = torch.arange(weight.scales.shape[1]) * weight.group // BLOCK
+    factors = weight.factors.float().index_select(1, of_group)
+    offsets = None if weight.offsets is None else weight.offsets.float() * factors[:, :, 1]
+    return replace(weight, scales=weight.scales.float() * factors[:, :, 0], offsets=offsets, factors=None)
 
 
 def cut_refusal(columns: slice, inner: int, group: int, has_order: bool) -> str | None:
@@ -166,14 +185,18 @@ def column_part(weight: GroupedWeight, columns: slice) -> GroupedWeight:
     wanted = range(inner)[columns]
     if weight.group >= inner:
         return replace(weight, codes=weight.codes[:, columns].contiguous()) if len(wanted) < inner else weight
-    split = _in_groups_of(weight, _cut_group(wanted, inner, weight.group))
+    cuts_blocks = wanted.start % BLOCK or (wanted.stop % BLOCK and wanted.stop < inner)
+    whole = unfactored(weight) if cuts_blocks else weight
+    split = _in_groups_of(whole, _cut_group(wanted, inner, weight.group))
     groups = slice(wanted.start // split.group, -(-wanted.stop // split.group))
+    blocks = slice(wanted.start // BLOCK, -(-wanted.stop // BLOCK))
     return replace(
         split,
         codes=split.codes[:, columns].contiguous(),
         scales=split.scales[:, groups].contiguous(),
         zeros=None if split.zeros is None else split.zeros[:, groups].contiguous(),
         offsets=None if split.offsets is None else split.offsets[:, groups].contiguous(),
+        factors=None if split.factors is None else split.factors[:, blocks].contiguous(),
     )
 
 
@@ -185,6 +208,7 @@ def row_part(weight: GroupedWeight, rows: slice) -> GroupedWeight:
         scales=weight.scales[rows].contiguous(),
         zeros=None if weight.zeros is None else weight.zeros[rows].contiguous(),
         offsets=None if weight.offsets is None else weight.offsets[rows].contiguous(),
+        factors=None if weight.factors is None else weight.factors[rows].contiguous(),
     )
 
 
@@ -195,7 +219,18 @@ def padded_rows(weight: GroupedWeight, rows: int) -> GroupedWeight:
     codes, scales, zeros, offsets = (None if one is None else torch.nn.functional.pad(one, more) for one in parts)
     assert codes is not None
     assert scales is not None
-    return replace(weight, codes=codes, scales=scales, zeros=zeros, offsets=offsets)
+    factors = None if weight.factors is None else torch.nn.functional.pad(weight.factors, (0, 0, *more))
+    return replace(weight, codes=codes, scales=scales, zeros=zeros, offsets=offsets, factors=factors)
+
+
+def widened(weight: GroupedWeight | JoinedWeight) -> GroupedWeight:
+    """The same values as one weight in codes of 4 or 8 bits without factors."""
+    plain = unfactored(joined(weight.parts) if isinstance(weight, JoinedWeight) else weight)
+    if plain.bits in (4, 8):
+        return plain
+    moved = 128 - plain.middle
+    zeros = None if plain.zeros is None else plain.zeros + moved
+    return replace(plain, codes=plain.codes + moved, bits=8, zeros=zeros)
 
 
 def have_one_order(weights: Sequence[GroupedWeight]) -> bool:
@@ -206,8 +241,20 @@ def have_one_order(weights: Sequence[GroupedWeight]) -> bool:
     return all(each.order is not None and torch.equal(each.order, first) for each in weights)
 
 
+def have_one_form(weights: Sequence[GroupedWeight]) -> bool:
+    """True if all weights have the same bits, group and dtype of scales, and the same parts."""
+    forms = {
+        (each.bits, each.group, each.scales.dtype, each.zeros is None, each.offsets is None, each.factors is None)
+        for each in weights
+    }
+    return len(forms) == 1
+
+
 def alike(weights: Sequence[GroupedWeight]) -> list[GroupedWeight]:
-    """The same weights, each of as many columns, in one form: bits, group, dtype of scales, zeros and offsets."""
+    """The same weights, each of as many columns, in one form."""
+    if have_one_form(weights):
+        return list(weights)
+    weights = [unfactored(each) for each in weights]
     bits = max(each.bits for each in weights)
     inner = weights[0].shape[1]
     group = gcd(*(each.group for each in weights if each.group < inner)) or inner
@@ -248,7 +295,42 @@ def joined(weights: Sequence[GroupedWeight]) -> GroupedWeight:
         scales=torch.cat([each.scales for each in parts]),
         zeros=stacked([each.zeros for each in parts]),
         offsets=stacked([each.offsets for each in parts]),
+        factors=stacked([each.factors for each in parts]),
     )
+
+
+@dataclass(frozen=True)
+class JoinedWeight:
+    """Weights in codes, each in its own form, one below the other.
+
+    Attributes:
+        parts: two or more, of as many columns and in the same order.
+    """
+
+    parts: tuple[GroupedWeight, ...]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(N, K)"""
+        return sum(part.shape[0] for part in self.parts), self.parts[0].shape[1]
+
+
+def stacked_weights(weights: Sequence[GroupedWeight]) -> GroupedWeight | JoinedWeight:
+    """Concatenates weights along their rows; adjacent ones of one form become one part.
+
+    Raises:
+        ValueError: their columns are in different orders.
+    """
+    if not have_one_order(weights):
+        raise ValueError("columns of the product's parts are in different orders")
+    runs: list[list[GroupedWeight]] = []
+    for weight in weights:
+        if runs and have_one_form([runs[-1][0], weight]):
+            runs[-1].append(weight)
+        else:
+            runs.append([weight])
+    parts = tuple(joined(run) for run in runs)
+    return parts[0] if len(parts) == 1 else JoinedWeight(parts)
 
 
 def _cut_group(wanted: range, inner: int, group: int) -> int:

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kernels.grouped_weight import GroupedWeight
+from kernels.grouped_weight import GroupedWeight, JoinedWeight
 from kernels.penalties import Penalties
 from kernels.upload import slots_at
 
@@ -319,7 +319,7 @@ class QuantizedWeight:
         return rows, 2 * width if self.quant_type == "per_1x32" else width
 
 
-AnyWeight = torch.Tensor | QuantizedWeight | GroupedWeight
+AnyWeight = torch.Tensor | QuantizedWeight | GroupedWeight | JoinedWeight
 
 
 @dataclass(frozen=True)

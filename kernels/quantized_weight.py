@@ -9,7 +9,7 @@ from typing import Final
 import torch
 
 from kernels import float8, grouped_weight
-from kernels.grouped_weight import GroupedWeight, alike
+from kernels.grouped_weight import GroupedWeight, JoinedWeight, alike, joined
 from kernels.interface import AnyWeight, ExpertWeights, QuantizedWeight, QuantType
 
 # Rows, and columns, of a block of `per_128x128`.
@@ -83,7 +83,8 @@ def alike_experts(experts: Iterable[ExpertWeights]) -> Iterator[ExpertWeights]:
     first = next(each, None)
     if first is None:
         return
-    if not isinstance(first.gate_up, GroupedWeight) and not isinstance(first.down, GroupedWeight):
+    in_codes = GroupedWeight | JoinedWeight
+    if not isinstance(first.gate_up, in_codes) and not isinstance(first.down, in_codes):
         yield first
         yield from each
         return
@@ -94,7 +95,8 @@ def alike_experts(experts: Iterable[ExpertWeights]) -> Iterator[ExpertWeights]:
 
 
 def _in_one_form(weights: list[AnyWeight]) -> Sequence[AnyWeight]:
-    grouped = [weight for weight in weights if isinstance(weight, GroupedWeight)]
+    whole = [joined(weight.parts) if isinstance(weight, JoinedWeight) else weight for weight in weights]
+    grouped = [weight for weight in whole if isinstance(weight, GroupedWeight)]
     # A single expert is converted to floats if its gates and ups order their columns differently.
     return alike(grouped) if len(grouped) == len(weights) else [as_floats(weight) for weight in weights]
 

@@ -339,7 +339,8 @@ def convert(folder: Path, kind: str, seed: int = 0) -> GgufContent:
 
     Args:
         folder: written by `make_checkpoint`, in float32.
-        kind: type of the matrices; those whose rows are not of whole blocks become Q8_0 or F16.
+        kind: type of the matrices; those whose rows are not of whole blocks become Q8_0 or F16. With Q4_K_M, values,
+            the last products of networks and embeddings are Q6_K, and the others Q4_K.
         seed: of the blocks.
     """
     config = json.loads((folder / "config.json").read_text())
@@ -415,6 +416,8 @@ def _converted(
     paired = paired if config["model_type"] in _PAIRED else 0
     routers = ("mlp.gate.", "shared_expert_gate", "mlp.router.", "block_sparse_moe.gate.", "block_sparse_moe.router.")
     is_float = weight.dim() < 2 or name.endswith("bias") or any(each in name for each in routers)
+    if kind == "Q4_K_M":
+        kind = "Q6_K" if any(part in name for part in ("v_proj", "down_proj", "embed_tokens")) else "Q4_K"
     kind = "F32" if is_float else kind
     if weight.shape[-1] % TYPES[kind][1]:
         kind = "F16" if weight.shape[-1] % 32 else "Q8_0"

@@ -51,9 +51,25 @@ def grouped_weight(
     with_offsets: bool,
     ordered: bool,
 ) -> GroupedWeight:
-    """Random codes with the given parts; the same for the same arguments."""
+    """Random codes with the given parts; the same for the same arguments. int8 scales have factors, and zeros are 0."""
     draw = torch.Generator().manual_seed(rows * inner + group)
     groups = -(-inner // group)
+    if scale_dtype == torch.int8:
+        lowest = 0 if with_offsets else -128
+        scales, offsets = (
+            torch.randint(low, 64, (rows, groups), dtype=torch.int8, generator=draw) for low in (lowest, 0)
+        )
+        factors = torch.randn(rows, -(-inner // 128), 1 + with_offsets, generator=draw) / (1 << bits) / 32
+        return GroupedWeight(
+            torch.randint(0, 1 << bits, (rows, inner), dtype=torch.uint8, generator=draw),
+            bits,
+            group,
+            scales,
+            torch.zeros(rows, groups, dtype=torch.uint8) if with_zeros else None,
+            offsets if with_offsets else None,
+            torch.randperm(inner, generator=draw) if ordered else None,
+            factors.half(),
+        )
     return GroupedWeight(
         torch.randint(0, 1 << bits, (rows, inner), dtype=torch.uint8, generator=draw),
         bits,

@@ -15,7 +15,7 @@ from kernels.aiter.blocks import AiterBlocks
 from kernels.aiter.dispatch import Choices, refuse_dtype, refuse_packed
 from kernels.aiter.library import AiterLibrary
 from kernels.aiter.weights import mark_shuffled, scaled, shuffled
-from kernels.grouped_weight import GroupedWeight
+from kernels.grouped_weight import GroupedWeight, JoinedWeight
 from kernels.interface import (
     ClampedSwiglu,
     ExpertOps,
@@ -143,7 +143,7 @@ class AiterExpertOps(ExpertOps):
             return self._other.pack((), first, clamp, dtype, packed_format)
         plain = clamp is None and model.gate_up_bias is None and model.down_bias is None
         experts = chain([model], experts)
-        if isinstance(model.gate_up, GroupedWeight) or isinstance(model.down, GroupedWeight):
+        if any(isinstance(each, GroupedWeight | JoinedWeight) for each in (model.gate_up, model.down)):
             return self._other.pack(experts, first, clamp, dtype, packed_format)
         if isinstance(model.gate_up, QuantizedWeight) or isinstance(model.down, QuantizedWeight):
             if not self._blocks.takes_experts(model, plain, dtype, packed_format):

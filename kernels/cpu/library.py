@@ -25,7 +25,7 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "fissile_threads": (_INT, ()),
     "fissile_packed_bytes": (_INT, (_INT, _INT, _INT)),
     "fissile_pack_linear": (None, (_INT, _POINTER, _INT, _INT, _INT, _POINTER)),
-    "fissile_pack_codes": (None, (_INT, _POINTER, _POINTER, _POINTER, _INT, _INT, _INT, _POINTER)),
+    "fissile_pack_codes": (None, (_INT, *[_POINTER] * 4, _INT, _INT, _INT, _POINTER)),
     "fissile_nearest_codes": (None, (_POINTER, _INT, _INT, _POINTER, _INT, _POINTER, _POINTER)),
     "fissile_linear": (
         ctypes.c_int,
@@ -92,9 +92,13 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 # Formats of packed weights other than codes.
 PACKED_DTYPES = {**DTYPES, torch.int8: 2}
-# Weights in codes: the first format, and bits of the scales' dtypes in it (CodeLayout in kernels.hpp).
+# Weights in codes: the first format, and its parts (CodeLayout in kernels.hpp); weights in several such formats.
 CODES = 256
-CODE_SCALES = {torch.float32: 0, torch.bfloat16: 2, torch.float16: 4}
+CODE_BITS = {4: 0, 5: 1, 6: 2, 8: 3}
+CODE_SCALES = {torch.float32: 0, torch.bfloat16: 1 << 2, torch.float16: 2 << 2, torch.int8: 3 << 2}
+CODE_OFFSETS = 1 << 4
+CODE_GROUPS = {16: 0, 32: 1 << 5, 64: 2 << 5, 128: 3 << 5}
+JOINED = 512
 # Dtypes of a KV cache; `DTYPES` are those of models.
 KV_DTYPES = {**DTYPES, torch.float16: 3, torch.float8_e4m3fn: 4}
 # Columns of a panel of packed weights.

@@ -11,8 +11,20 @@ from typing_extensions import override
 
 from kernels import large_pages
 from kernels.cpu.fallback import Fallback
-from kernels.cpu.library import CACHE_LINE, CODE_SCALES, CODES, DTYPES, PACKED_DTYPES, PANEL, check
-from kernels.grouped_weight import BLOCK, DIVISORS, NEAREST_GROUP, SMALLEST_GROUP, GroupedWeight
+from kernels.cpu.library import (
+    CACHE_LINE,
+    CODE_BITS,
+    CODE_GROUPS,
+    CODE_OFFSETS,
+    CODE_SCALES,
+    CODES,
+    DTYPES,
+    JOINED,
+    PACKED_DTYPES,
+    PANEL,
+    check,
+)
+from kernels.grouped_weight import BLOCK, DIVISORS, NEAREST_GROUP, GroupedWeight, JoinedWeight, unfactored
 from kernels.interface import AnyWeight, LinearOps, PackedFormat
 from kernels.quantized_weight import as_floats
 from kernels.torch_backend.linear import PackedHeads, PackedLinear
@@ -28,7 +40,7 @@ class PanelLinear:
     Attributes:
         panels: int8 [bytes], aligned to 64.
         code: in `PACKED_DTYPES`, of the numbers in the panels: the model dtype, or int8 with scales; from `CODES` on of
-            codes in groups.
+            codes in groups; `JOINED` of several such weights.
         bias: float32 [N], rounded to the model dtype before, or None.
         columns: N.
         inner: K.
@@ -136,6 +148,8 @@ def pack_any(
         return pack_codes(library, nearest_codes(library, as_floats(weight).to(dtype)), bias, dtype)
     if packed_dtype is None and isinstance(weight, GroupedWeight):
         return pack_codes(library, weight, bias, dtype)
+    if packed_dtype is None and isinstance(weight, JoinedWeight):
+        return pack_joined(library, weight, bias, dtype)
     return pack(library, as_floats(weight), bias, dtype, packed_dtype)
 
 
@@ -167,18 +181,23 @@ def pack(
 def pack_codes(library: CDLL, weight: GroupedWeight, bias: torch.Tensor | None, dtype: torch.dtype) -> PanelLinear:
     """Packs a weight [N, K] in codes, and a bias [N] in `dtype`, one of `DTYPES`; copies both."""
     columns, inner = weight.shape
-    scales, offsets = weight.scales.contiguous(), _added(weight)
+    if not _keeps_factors(weight):
+        weight = unfactored(weight)
+    scales, factors = weight.scales.contiguous(), weight.factors
+    offsets = weight.offsets if factors is not None else _added(weight)
     # Each block repeats the scales of a group that exceeds it, or of the whole row.
-    divides = weight.group >= SMALLEST_GROUP and BLOCK % weight.group == 0
-    group = weight.group if divides else BLOCK
-    code = CODES | (weight.bits == 8) | CODE_SCALES[scales.dtype] | (offsets is not None) << 3
-    code |= (group.bit_length() - 5) << 4
+    code = (
+        CODES | CODE_BITS[weight.bits] | CODE_SCALES[scales.dtype] | CODE_GROUPS.get(weight.group, CODE_GROUPS[BLOCK])
+    )
+    if offsets is not None:
+        code |= CODE_OFFSETS
     panels = aligned(library.fissile_packed_bytes(code, columns, inner))
     library.fissile_pack_codes(
         code,
         weight.codes.contiguous().data_ptr(),
         scales.data_ptr(),
-        None if offsets is None else offsets.data_ptr(),
+        None if offsets is None else offsets.contiguous().data_ptr(),
+        None if factors is None else factors.contiguous().data_ptr(),
         columns,
         inner,
         weight.group,
@@ -186,6 +205,32 @@ def pack_codes(library: CDLL, weight: GroupedWeight, bias: torch.Tensor | None, 
     )
     rounded_bias = None if bias is None else bias.to(dtype, copy=True).float()
     return PanelLinear(panels, code, rounded_bias, columns, inner, weight.order)
+
+
+def _keeps_factors(weight: GroupedWeight) -> bool:
+    """True if kernels multiply by the factors: there are no zero points, or zero points 0 and offsets."""
+    if weight.factors is None or weight.group not in CODE_GROUPS:
+        return False
+    if weight.zeros is None:
+        return weight.offsets is None
+    return weight.offsets is not None and not weight.zeros.any()
+
+
+def pack_joined(library: CDLL, weight: JoinedWeight, bias: torch.Tensor | None, dtype: torch.dtype) -> PanelLinear:
+    """Packs weights in codes one after another, behind a list of them (Joined in kernels.hpp)."""
+    parts = [pack_codes(library, part, None, dtype) for part in weight.parts]
+    # The number of parts, then three numbers for each.
+    start = -(-8 * (1 + 3 * len(parts)) // CACHE_LINE) * CACHE_LINE
+    panels = aligned(start + sum(part.panels.nbytes for part in parts))
+    header = torch.zeros(start // 8, dtype=torch.int64)
+    header[0] = len(parts)
+    for i, part in enumerate(parts):
+        header[1 + 3 * i : 4 + 3 * i] = torch.tensor([part.code, part.columns, start])
+        panels[start : start + part.panels.nbytes] = part.panels
+        start += part.panels.nbytes
+    panels[: header.nbytes] = header.view(torch.int8)
+    rounded_bias = None if bias is None else bias.to(dtype, copy=True).float()
+    return PanelLinear(panels, JOINED, rounded_bias, *weight.shape, parts[0].order)
 
 
 def nearest_codes(library: CDLL, weight: torch.Tensor) -> GroupedWeight:
@@ -303,6 +348,8 @@ def _checked(x: torch.Tensor, packed: PanelLinear) -> torch.Tensor:
 
 def argmax(library: CDLL, x: torch.Tensor, packed: PanelLinear, limit: int) -> torch.Tensor:
     """The first of the largest of each row's first `limit` > 0 columns, int64 [T]; see LinearOps.argmax."""
+    if packed.code == JOINED:
+        return linear(library, x, packed)[:, :limit].float().max(1).indices
     x = _checked(x, packed)
     rows, inner = x.shape
     places = torch.empty(rows, dtype=torch.int64)

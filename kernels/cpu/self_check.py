@@ -102,7 +102,7 @@ def checks(dtype: torch.dtype) -> list[Check]:
         # (columns, k): whole and broken panels, tasks of 4 and 8 panels, more k than are multiplied at once, odd k.
         *(_linear(n, k, dtype, dtype) for n, k in ((150, 1101), (33, 24), (16, 64))),
         _linear(70, 301, dtype, torch.int8),
-        *(_codes(bits, dtype) for bits in (4, 8)),
+        *(_codes(bits, dtype) for bits in (4, 5, 6, 8)),
         *(_gated_linear(dtype, packed_dtype) for packed_dtype in (dtype, torch.int8)),
         _argmax(dtype),
         _norm(dtype),
@@ -140,15 +140,22 @@ def _linear(columns: int, inner: int, dtype: torch.dtype, packed_dtype: torch.dt
 
 
 def _codes(bits: int, dtype: torch.dtype) -> Check:
-    """Check of codes in groups of 32, with offsets, whose scales are float16 and float32."""
+    """Check of codes in groups of 32. Of 4 bits, scales are float16; of 5 and 6 bits, as K-quants have them, in codes;
+    of 8 bits, float32 with offsets."""
     columns, inner = 70, 301
     draw = torch.Generator().manual_seed(bits)
     codes = torch.randint(0, 1 << bits, (columns, inner), dtype=torch.uint8, generator=draw)
-    scales = torch.rand(columns, 10, generator=draw) / (1 << bits)
+    scales, offsets = torch.rand(columns, 10, generator=draw) / (1 << bits), torch.rand(columns, 10, generator=draw)
     if bits == 4:
         weight = GroupedWeight(codes, bits, 32, scales.half())
+    elif bits == 8:
+        weight = GroupedWeight(codes, bits, 32, scales, offsets=offsets)
     else:
-        weight = GroupedWeight(codes, bits, 32, scales, offsets=torch.rand(columns, 10, generator=draw))
+        scale_codes, offset_codes = ((each * 63 / each.max()).to(torch.int8) for each in (scales, offsets))
+        factors = torch.full((columns, 3, 2 if bits == 5 else 1), 0.25 / (1 << bits), dtype=torch.float16)
+        zeros = torch.zeros(columns, 10, dtype=torch.uint8) if bits == 5 else None
+        own_offsets = offset_codes if bits == 5 else None
+        weight = GroupedWeight(codes, bits, 32, scale_codes, zeros, own_offsets, factors=factors)
     x = _drawn(ROWS, inner, dtype=dtype)
 
     def compute(library: CDLL, rows: Rows) -> torch.Tensor:

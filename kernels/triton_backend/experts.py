@@ -17,7 +17,7 @@ import triton.language as tl
 from typing_extensions import override
 
 from kernels import float8
-from kernels.grouped_weight import GroupedWeight, nearest_codes
+from kernels.grouped_weight import GroupedWeight, JoinedWeight, nearest_codes, widened
 from kernels.interface import AnyWeight, ClampedSwiglu, ExpertOps, ExpertWeights, PackedFormat, QuantizedWeight, Routing
 from kernels.quantized_weight import alike_experts, with_row_scales
 from kernels.triton_backend import codes, mxfp4, packed_weight
@@ -147,8 +147,8 @@ def pack(
     def one(weight: AnyWeight, bias: torch.Tensor | None) -> StackedWeights:
         if isinstance(weight, QuantizedWeight):
             return _stored(weight, bias, dtype, fp8, device)
-        if isinstance(weight, GroupedWeight):
-            return _in_codes(weight, bias, dtype, device)
+        if isinstance(weight, GroupedWeight | JoinedWeight):
+            return _in_codes(widened(weight), bias, dtype, device)
         return _packed(weight, bias, dtype, packed_format, device)
 
     gate_up: list[StackedWeights] = []
@@ -170,7 +170,8 @@ def _in_turn(rows: torch.Tensor) -> torch.Tensor:
 def _weight_in_turn(weight: AnyWeight, device: torch.device) -> AnyWeight:
     if isinstance(weight, torch.Tensor):
         return _in_turn(weight.to(device))
-    if isinstance(weight, GroupedWeight):
+    if isinstance(weight, GroupedWeight | JoinedWeight):
+        weight = widened(weight)
         parts = (weight.codes, weight.scales, weight.zeros, weight.offsets)
         in_turn, scales, zeros, offsets = (None if each is None else _in_turn(each.to(device)) for each in parts)
         assert in_turn is not None

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from kernels import float8
-from kernels.grouped_weight import GroupedWeight, nearest_codes
+from kernels.grouped_weight import GroupedWeight, JoinedWeight, nearest_codes, widened
 from kernels.interface import GROUPED, AnyWeight, PackedFormat, QuantizedFormat, QuantizedWeight
 from kernels.quantized_weight import as_floats
 from kernels.triton_backend import codes
@@ -117,12 +117,15 @@ def keeps(stored: QuantizedFormat, dtype: torch.dtype, target: CompileTarget) ->
     return stored == GROUPED or stored.numbers == (torch.uint8 if stored.quant_type == "per_1x32" else torch.int8)
 
 
-def kept(weight: AnyWeight, dtype: torch.dtype, packed_format: PackedFormat | None, target: CompileTarget) -> AnyWeight:
-    """Packs a weight for models in `dtype`: as stored if `keeps` allows it, otherwise as floats."""
+def kept(
+    weight: AnyWeight, dtype: torch.dtype, packed_format: PackedFormat | None, target: CompileTarget
+) -> torch.Tensor | QuantizedWeight | GroupedWeight:
+    """A weight as stored if `keeps` allows it for models in `dtype`, codes in 4 or 8 bits; otherwise as floats."""
     if isinstance(weight, torch.Tensor) or packed_format is not None:
         return as_floats(weight)
-    stored = GROUPED if isinstance(weight, GroupedWeight) else weight.format
-    return weight if keeps(stored, dtype, target) else as_floats(weight)
+    if isinstance(weight, GroupedWeight | JoinedWeight):
+        return widened(weight) if keeps(GROUPED, dtype, target) else as_floats(weight)
+    return weight if keeps(weight.format, dtype, target) else as_floats(weight)
 
 
 def from_quantized(

@@ -20,11 +20,18 @@ from pathlib import Path
 import torch
 
 from kernels.cpu import instruction_sets, library, linear
+from tests.stored_weights import grouped_weight
 
 # (outputs, inputs) of queries, keys and values together; output; gate and up together; down.
 SHAPES = ((4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072))
 HEAD = ((151936, 1024),)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, **linear.FORMATS}
+# K-quants of GGUF files: bits, group, and which parts the codes have (tests/stored_weights.py).
+K_QUANTS = {
+    "q4_k": (4, 32, torch.int8, True, True, False),
+    "q5_k": (5, 32, torch.int8, True, True, False),
+    "q6_k": (6, 16, torch.int8, False, False, False),
+}
 
 
 @dataclass(frozen=True)
@@ -46,11 +53,19 @@ class Candidate:
         return sum(packed.panels.nbytes for packed in self.layers[0])
 
 
-def packed(name: str, lib: CDLL, weights: list[torch.Tensor], dtype: torch.dtype, layers: int) -> Candidate:
-    """A candidate; int8 and int4 are packed of bfloat16."""
+def packed(name: str, suffix: str, lib: CDLL, weights: list[torch.Tensor], layers: int) -> Candidate:
+    """A candidate; int8 and int4 are packed of bfloat16, K-quants of random codes."""
+    if name in K_QUANTS:
+        codes = [grouped_weight(rows, inner, *K_QUANTS[name]) for rows, inner in (weight.shape for weight in weights)]
+        made = [[linear.pack_codes(lib, weight, None, torch.bfloat16) for weight in codes] for _ in range(layers)]
+        return Candidate(name + suffix, lib, torch.bfloat16, made)
+    dtype = DTYPES[name]
     own = torch.bfloat16 if dtype in linear.FORMATS.values() else dtype
     return Candidate(
-        name, lib, own, [[linear.pack_any(lib, weight, None, own, dtype) for weight in weights] for _ in range(layers)]
+        name + suffix,
+        lib,
+        own,
+        [[linear.pack_any(lib, weight, None, own, dtype) for weight in weights] for _ in range(layers)],
     )
 
 
@@ -65,7 +80,7 @@ def candidates(options: argparse.Namespace) -> Iterator[Candidate]:
         lib.fissile_set_threads(options.threads)
     for dtype in options.dtypes:
         for suffix, lib in libraries.items():
-            yield packed(dtype + suffix, lib, weights, DTYPES[dtype], options.layers)
+            yield packed(dtype, suffix, lib, weights, options.layers)
 
 
 def seconds(work: Callable[[], object], clock: Callable[[], float]) -> float:
@@ -109,7 +124,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 128])
-    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=["bfloat16", "int8"])
+    parser.add_argument("--dtypes", nargs="+", choices=(*DTYPES, *K_QUANTS), default=["bfloat16", "int8"])
     parser.add_argument("--cpu-isa", choices=instruction_sets.CHOICES, default=instruction_sets.AUTO)
     parser.add_argument("--layers", type=int, default=4, help="layers whose weights are used in turn")
     parser.add_argument("--repeats", type=int, default=24, help="calls of each product, of which the best counts")

@@ -45,7 +45,7 @@ LATENT: dict[str, Any] = {
 }
 # A file -> architecture and shape of the checkpoint, type of the file's matrices.
 FILES: dict[str, tuple[str, dict[str, Any], str]] = {
-    **{f"llama-{kind}": ("llama", {}, kind) for kind in QUANTIZED},
+    **{f"llama-{kind}": ("llama", {}, kind) for kind in (*QUANTIZED, "Q4_K_M")},
     "llama-rope-freqs-untied": ("llama", {"rope_parameters": LLAMA3, "tie_word_embeddings": False}, "Q4_K"),
     "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True}, "Q8_0"),
     "qwen2-yarn": ("qwen2", {"rope_parameters": YARN}, "Q5_K"),
@@ -76,7 +76,7 @@ FILES: dict[str, tuple[str, dict[str, Any], str]] = {
     "phi3-longrope-partial": ("phi3", {"rope_parameters": longrope(12, partial_rotary_factor=0.75)}, "Q4_K"),
 }
 KEPT = {
-    *("llama-Q4_K", "llama-Q6_K", "llama-Q5_0", "llama-Q3_K", "llama-rope-freqs-untied", "qwen2-yarn", "qwen3-moe"),
+    *("llama-Q4_K_M", "llama-Q6_K", "llama-Q5_0", "llama-Q3_K", "llama-rope-freqs-untied", "qwen2-yarn", "qwen3-moe"),
     *("gemma3", "gpt-oss", "deepseek-v3-yarn"),
 }
 

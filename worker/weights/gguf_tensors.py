@@ -325,12 +325,14 @@ def gguf_weight(rows: torch.Tensor, kind: str) -> GroupedWeight:
         for name in ("codes", "scales", "zeros", "offsets")
         if (value := getattr(weight, name)) is not None
     }
-    return GroupedWeight(bits=weight.bits, group=weight.group, **flat)
+    # Two blocks of the kernels have the factors of one of the file.
+    factors = None if weight.factors is None else weight.factors.repeat_interleave(2, 1)
+    return GroupedWeight(bits=weight.bits, group=weight.group, factors=factors, **flat)
 
 
 @dataclass(frozen=True)
 class _Blocks:
-    """Codes [N, n, numbers] and scales, zeros and offsets [N, n, groups] of blocks [N, n, B]."""
+    """Codes [N, n, numbers], scales, zeros and offsets [N, n, groups], factors [N, n, 1 or 2] of blocks [N, n, B]."""
 
     bits: int
     group: int
@@ -338,11 +340,12 @@ class _Blocks:
     scales: torch.Tensor
     zeros: torch.Tensor | None = None
     offsets: torch.Tensor | None = None
+    factors: torch.Tensor | None = None
 
 
-def _halves(blocks: torch.Tensor, at: int) -> torch.Tensor:
-    """float16 [N, n, 1] at a byte of each block."""
-    return blocks[:, :, at : at + 2].contiguous().view(torch.float16)
+def _halves(blocks: torch.Tensor, at: int, count: int = 1) -> torch.Tensor:
+    """float16 [N, n, count] from a byte of each block on."""
+    return blocks[:, :, at : at + 2 * count].contiguous().view(torch.float16)
 
 
 def _parted(stored: torch.Tensor, *sizes: int) -> torch.Tensor:
@@ -366,21 +369,18 @@ def _q4_1(blocks: torch.Tensor) -> _Blocks:
 
 
 def _q5_0(blocks: torch.Tensor) -> _Blocks:
-    # Codes around 16 become codes around 128.
-    return _Blocks(8, 32, _fives(blocks[:, :, 2:6], blocks[:, :, 6:]), _halves(blocks, 0))
+    return _Blocks(5, 32, _fives(blocks[:, :, 2:6], blocks[:, :, 6:]), _halves(blocks, 0))
 
 
 def _q5_1(blocks: torch.Tensor) -> _Blocks:
     scales, least = _halves(blocks, 0), _halves(blocks, 2)
-    # Around the middle code, so that sums of products stay small.
-    middle = torch.full(scales.shape, 128 - 16, dtype=torch.uint8)
-    return _Blocks(8, 32, _fives(blocks[:, :, 4:8], blocks[:, :, 8:]), scales, middle, -least.float())
+    return _Blocks(5, 32, _fives(blocks[:, :, 4:8], blocks[:, :, 8:]), scales, _zeros(scales), -least.float())
 
 
 def _fives(high: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
-    """Codes of 5 bits, 112 added, from one bit of each in 4 bytes and four bits of each in 16 bytes."""
+    """Codes of 5 bits from one bit of each in 4 bytes and four bits of each in 16 bytes."""
     bits = high.unsqueeze(3) >> torch.arange(8, dtype=torch.uint8) & 1
-    return (_nibbles(low, 16) | bits.flatten(2) << 4) + (128 - 16)
+    return _nibbles(low, 16) | bits.flatten(2) << 4
 
 
 def _q2_k(blocks: torch.Tensor) -> _Blocks:
@@ -395,9 +395,9 @@ def _q3_k(blocks: torch.Tensor) -> _Blocks:
     high = (blocks[:, :, :32].unsqueeze(2) >> bits & 1).flatten(2)
     low, rest = blocks[:, :, 96:104], blocks[:, :, 104:108].unsqueeze(2)
     codes = torch.cat((low & 15, low >> 4), 2) | (rest >> bits[:, :, :4] * 2 & 3).flatten(2) << 4
-    scales = _halves(blocks, 108).float() * (codes.float() - 32)
+    scales = codes.view(torch.int8) - 32
     # Codes around 4 become codes around 8.
-    return _Blocks(4, 16, (_pairs_of_bits(blocks[:, :, 32:96]) | high << 2) + 4, scales)
+    return _Blocks(4, 16, (_pairs_of_bits(blocks[:, :, 32:96]) | high << 2) + 4, scales, factors=_halves(blocks, 108))
 
 
 def _pairs_of_bits(stored: torch.Tensor) -> torch.Tensor:
@@ -413,9 +413,8 @@ def _iq4_nl(blocks: torch.Tensor) -> _Blocks:
 def _iq4_xs(blocks: torch.Tensor) -> _Blocks:
     shifts = torch.arange(0, 8, 2, dtype=torch.uint8)
     high = (blocks[:, :, 2:4].unsqueeze(3) >> shifts & 3).flatten(2)
-    codes = _nibbles(blocks[:, :, 4:8], 1) | high << 4
-    scales = _halves(blocks, 0).float() * (codes.float() - 32)
-    return _Blocks(8, 32, _IQ4_CODES[_nibbles(blocks[:, :, 8:], 16).int()], scales)
+    scales = (_nibbles(blocks[:, :, 4:8], 1) | high << 4).view(torch.int8) - 32
+    return _Blocks(8, 32, _IQ4_CODES[_nibbles(blocks[:, :, 8:], 16).int()], scales, factors=_halves(blocks, 0))
 
 
 def _mxfp4(blocks: torch.Tensor) -> _Blocks:
@@ -431,33 +430,29 @@ def _q8_0(blocks: torch.Tensor) -> _Blocks:
 
 
 def _q4_k(blocks: torch.Tensor) -> _Blocks:
-    scales, offsets = _k_scales(blocks)
-    return _Blocks(4, 32, _nibbles(blocks[:, :, 16:], 32), scales, _zeros(scales), offsets)
+    return _Blocks(4, 32, _nibbles(blocks[:, :, 16:], 32), *_k_scales(blocks))
 
 
 def _q5_k(blocks: torch.Tensor) -> _Blocks:
-    scales, offsets = _k_scales(blocks)
     low = _parted(_nibbles(blocks[:, :, 48:], 32), 8, 32)
     bits = torch.arange(8, dtype=torch.uint8).view(1, 1, 8, 1)
     high = blocks[:, :, 16:48].unsqueeze(2) >> bits & 1
-    # Around the middle code, so that sums of products stay small.
-    middle = torch.full(scales.shape, 128 - 16, dtype=torch.uint8)
-    return _Blocks(8, 32, (low | high << 4) + (128 - 16), scales, middle, offsets)
+    return _Blocks(5, 32, low | high << 4, *_k_scales(blocks))
 
 
 def _q6_k(blocks: torch.Tensor) -> _Blocks:
     low, high = _nibbles(blocks[:, :, :128], 64), _pairs_of_bits(blocks[:, :, 128:192])
-    scales = _halves(blocks, 208).float() * blocks[:, :, 192:208].contiguous().view(torch.int8).float()
-    # Codes around 32 become codes around 128.
-    return _Blocks(8, 16, (low | high << 4) + (128 - 32), scales)
+    scales = blocks[:, :, 192:208].contiguous().view(torch.int8)
+    return _Blocks(6, 16, low | high << 4, scales, factors=_halves(blocks, 208))
 
 
-def _k_scales(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scales and offsets of the eight groups of a block of 256: 6 bits each, times a factor of the block."""
-    low, offsets, rest = _parted(blocks[:, :, 4:16], 3, 4).unbind(2)
-    scale_codes = torch.cat((low & 63, rest & 15 | low >> 2 & 48), 2)
-    offset_codes = torch.cat((offsets & 63, rest >> 4 | offsets >> 2 & 48), 2)
-    return _halves(blocks, 0).float() * scale_codes.float(), _halves(blocks, 2).float() * offset_codes.float()
+def _k_scales(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Scales, zeros and offsets of the eight groups of a block of 256, and the two factors of the block."""
+    low, least, rest = _parted(blocks[:, :, 4:16], 3, 4).unbind(2)
+    # 6 bits each.
+    scales = torch.cat((low & 63, rest & 15 | low >> 2 & 48), 2).view(torch.int8)
+    offsets = torch.cat((least & 63, rest >> 4 | least >> 2 & 48), 2).view(torch.int8)
+    return scales, _zeros(scales), offsets, _halves(blocks, 0, 2)
 
 
 def _zeros(scales: torch.Tensor) -> torch.Tensor:

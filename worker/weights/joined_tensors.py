@@ -111,18 +111,21 @@ class JoinedGroups(GroupedTensor):
         places, count = [place for *_, place in parts], rows.stop - rows.start
 
         def placed(of_parts: list[torch.Tensor]) -> torch.Tensor:
-            whole = of_parts[0].new_empty(count, of_parts[0].shape[1])
+            whole = of_parts[0].new_empty(count, *of_parts[0].shape[1:])
             for place, part in zip(places, of_parts, strict=True):
                 whole[place] = part
             return whole
 
-        zeros, offsets = ([getattr(each, name) for each in weights] for name in ("zeros", "offsets"))
+        zeros, offsets, factors = (
+            [getattr(each, name) for each in weights] for name in ("zeros", "offsets", "factors")
+        )
         return replace(
             weights[0],
             codes=placed([each.codes for each in weights]),
             scales=placed([each.scales for each in weights]),
             zeros=None if zeros[0] is None else placed(zeros),
             offsets=None if offsets[0] is None else placed(offsets),
+            factors=None if factors[0] is None else placed(factors),
         )
 
 

@@ -67,6 +67,7 @@ class Products {
  public:
   void add(const Linear& work) {
     if (work.rows == 0) return;
+    if (work.weight.dtype == JOINED) return add_parts(work);
     works_.push_back(work);
     numbers_ += kernels().linear_scratch(work);
   }
@@ -84,6 +85,21 @@ class Products {
   }
 
  private:
+  // Adds the parts of a JOINED weight: each writes its columns of y.
+  void add_parts(const Linear& work) {
+    const Joined& joined = *static_cast<const Joined*>(work.weight.panels);
+    int64_t column = 0;
+    for (int64_t i = 0; i < joined.count; column += joined.parts[i++].columns) {
+      Linear part = work;
+      part.weight.dtype = joined.parts[i].dtype;
+      part.weight.columns = joined.parts[i].columns;
+      part.weight.panels = static_cast<const char*>(work.weight.panels) + joined.parts[i].at;
+      if (part.weight.bias) part.weight.bias += column;
+      part.y = offset(work.y, work.dtype, column);
+      add(part);
+    }
+  }
+
   struct Call {
     const std::vector<Linear>& works;
     const std::vector<int64_t>& ends;

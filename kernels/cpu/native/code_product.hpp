@@ -13,7 +13,8 @@
 //   FEW_ROWS          most rows that decode in registers
 //   panels(rows)      panels that a tile of `rows` rows multiplies at once, if it decodes in registers
 //   add()             a sum plus the products of a Factor and a Column
-//   Decoder<BITS>     load() of a vector of packed numbers, and its `COUNT` columns by column()
+//   Decoder<BITS>     load() of a vector of packed numbers, of which `UPPER` bytes for each column are apart, and its
+//                     `COUNT` columns by column()
 //   pack_rows()       copies rows of x to [Factors][rows]
 #pragma once
 
@@ -34,24 +35,45 @@ using fissile::PANEL;
 constexpr int PANEL_VECTORS = PANEL / WIDTH;
 constexpr int64_t PANEL_WORDS = PANEL * 4;
 
-FISSILE_INLINE Floats scale_of(const CodeLayout& layout, const char* block, int64_t number) {
-  if (layout.scales == fissile::FLOAT32) return load(reinterpret_cast<const float*>(block) + number);
-  if (layout.scales == fissile::BFLOAT16) return load(reinterpret_cast<const Bf16*>(block) + number);
+FISSILE_INLINE Floats load_halves(const char* from) {
 #if FISSILE_WIDTH == 16 && defined(__AVX512F__)
   __m256i halves;
-  __builtin_memcpy(&halves, reinterpret_cast<const Half*>(block) + number, sizeof halves);
+  __builtin_memcpy(&halves, from, sizeof halves);
   return (Floats)_mm512_cvtph_ps(halves);
 #else
-  return load(reinterpret_cast<const Half*>(block) + number);
+  return load(reinterpret_cast<const Half*>(from));
 #endif
 }
 
-// A block of adjacent panels: its numbers, and its scales in the packed weight, with the bytes from panel to panel.
+FISSILE_INLINE Floats load_int8(const char* from) {
+  return __builtin_convertvector((Ints)(load_bytes(from) << 24) >> 24, Floats);
+}
+
+// Scales of a group, of WIDTH columns of a panel from `column` on. Products of codes and factors are exact.
+FISSILE_INLINE Floats scale_of(const CodeLayout& layout, const char* block, int64_t group, int64_t column) {
+  const int64_t number = group * PANEL + column;
+  if (layout.scales == fissile::FLOAT32) return load(reinterpret_cast<const float*>(block) + number);
+  if (layout.scales == fissile::BFLOAT16) return load(reinterpret_cast<const Bf16*>(block) + number);
+  if (layout.scales == fissile::FLOAT16) return load_halves(block + 2 * number);
+  return load_int8(block + number) * load_halves(block + layout.factors_at() + 2 * column);
+}
+
+// Offsets of a group, likewise; `scale` is what scale_of() gives. Rounded once.
+FISSILE_INLINE Floats offset_of(const CodeLayout& layout, const char* block, int64_t group, int64_t column,
+                                Floats scale) {
+  const char* const offsets = block + layout.offsets_at();
+  const int64_t number = group * PANEL + column;
+  if (!layout.has_factors()) return load(reinterpret_cast<const float*>(offsets) + number);
+  const Floats factor = load_halves(block + layout.factors_at() + 2 * (PANEL + column));
+  return splat(static_cast<float>(layout.middle())) * scale - load_int8(offsets + number) * factor;
+}
+
+// A block of adjacent panels: its numbers and its scales, with the bytes from panel to panel.
 struct CodeBlock {
   const char* numbers;
   int64_t numbers_stride;
-  const char* packed;
-  int64_t packed_stride;
+  const char* scales;
+  int64_t scales_stride;
 };
 
 // Numbers of x for one block: Factors [K_BLOCK / STEP][rows] and, if groups have offsets, their sums [groups][rows].
@@ -82,6 +104,7 @@ __attribute__((noinline)) void multiply_codes(const CodeLayout& layout, BlockRow
   constexpr bool KEEPS_TOTALS = (2 * ROW_COUNT + 2) * PANELS * PANEL_VECTORS <= 28;
   const Source source;
   const char* numbers = block.numbers;
+  const char* upper = numbers + fissile::UPPER_BITS;
   float* const first_total = totals;
   Floats kept[ROW_COUNT][PANELS][PANEL_VECTORS];
   if constexpr (KEEPS_TOTALS)
@@ -96,10 +119,11 @@ __attribute__((noinline)) void multiply_codes(const CodeLayout& layout, BlockRow
       typename Source::Loaded loaded[PANELS][PANEL_VECTORS];
 #pragma GCC unroll 4
       for (int p = 0; p < PANELS; p++) {
-        if (PREFETCHES) __builtin_prefetch(next + p * block.packed_stride, 0, 3);
+        if (PREFETCHES) __builtin_prefetch(next + p * block.numbers_stride, 0, 3);
 #pragma GCC unroll 2
         for (int v = 0; v < PANEL_VECTORS; v++)
-          loaded[p][v] = source.load(load_words(numbers + p * block.numbers_stride + v * sizeof(Words)));
+          loaded[p][v] = source.load(load_words(numbers + p * block.numbers_stride + v * sizeof(Words)),
+                                     upper + p * block.numbers_stride + v * WIDTH * Source::UPPER);
       }
 #pragma GCC unroll 8
       for (int i = 0; i < Source::COUNT; i++) {
@@ -118,16 +142,16 @@ __attribute__((noinline)) void multiply_codes(const CodeLayout& layout, BlockRow
         }
       }
       numbers += PANEL_WORDS;
+      upper += PANEL * Source::UPPER;
       x.factors += Source::COUNT * ROW_COUNT;
       if (PREFETCHES) next += PANEL_WORDS;
     }
     Floats scales[PANELS][PANEL_VECTORS], offsets[PANELS][PANEL_VECTORS];
     for (int p = 0; p < PANELS; p++)
       for (int v = 0; v < PANEL_VECTORS; v++) {
-        const char* const packed = block.packed + p * block.packed_stride;
-        const int64_t number = group * PANEL + v * WIDTH;
-        scales[p][v] = scale_of(layout, packed, number);
-        if (x.sums) offsets[p][v] = load(reinterpret_cast<const float*>(packed + layout.offsets_at()) + number);
+        const char* const of_panel = block.scales + p * block.scales_stride;
+        scales[p][v] = scale_of(layout, of_panel, group, v * WIDTH);
+        if (x.sums) offsets[p][v] = offset_of(layout, of_panel, group, v * WIDTH, scales[p][v]);
       }
     each_vector<ROW_COUNT, PANELS>([&](int r, int p, int v) __attribute__((always_inline)) {
       float* const at = first_total + r * width + p * PANEL + v * WIDTH;
@@ -146,18 +170,19 @@ __attribute__((noinline)) void multiply_codes(const CodeLayout& layout, BlockRow
     each_vector<ROW_COUNT, PANELS>([&](int r, int p, int v) __attribute__((always_inline)) {
       store(first_total + r * width + p * PANEL + v * WIDTH, kept[r][p][v]);
     });
-  // Scales and offsets, which the loop above did not prefetch.
+  // What the loop above did not prefetch.
   if (PREFETCHES)
-    for (int64_t line = 0; line < layout.numbers_at(); line += PANEL_WORDS)
-      for (int p = 0; p < PANELS; p++) __builtin_prefetch(next + line + p * block.packed_stride, 0, 3);
+    for (int64_t line = K_BLOCK / (Source::COUNT * Math::STEP) * PANEL_WORDS; line < layout.block_bytes();
+         line += PANEL_WORDS, next += PANEL_WORDS)
+      for (int p = 0; p < PANELS; p++) __builtin_prefetch(next + p * block.numbers_stride, 0, 3);
 }
 
 // Decoded numbers in memory.
 template <class Math>
 struct Decoded {
-  static constexpr int COUNT = 1;
+  static constexpr int COUNT = 1, UPPER = 0;
   using Loaded = typename Math::Column;
-  FISSILE_INLINE Loaded load(Words words) { return (Loaded)words; }
+  FISSILE_INLINE Loaded load(Words words, const char*) { return (Loaded)words; }
   FISSILE_INLINE Loaded column(Loaded loaded, int) { return loaded; }
 };
 
@@ -183,16 +208,28 @@ void multiply_tile(int64_t rows, int64_t panels, const CodeLayout& layout, Block
   multiply_panels<Math, Source, FIRST>(panels, layout, x, block, next, totals, width);
 }
 
-// Decodes a panel's block to Columns [K_BLOCK / STEP][PANEL_VECTORS]. Prefetches a block from `next` on.
+// Decodes a panel's block to Columns [K_BLOCK / STEP][PANEL_VECTORS] and scales float32. Prefetches a block from `next`
+// on.
 template <class Math, class Source>
-void decode_block(const CodeLayout& layout, const char* packed, const char* next, char* to) {
+void decode_block(const CodeLayout& layout, const char* packed, const char* next, char* to, float* scales) {
   const Source source;
   const char* numbers = packed + layout.numbers_at();
+  const char* upper = numbers + fissile::UPPER_BITS;
+  for (int64_t group = 0, count = layout.groups(); group < count; group++)
+    for (int v = 0; v < PANEL_VECTORS; v++) {
+      const Floats scale = scale_of(layout, packed, group, v * WIDTH);
+      store(scales + group * PANEL + v * WIDTH, scale);
+      if (layout.has_offsets)
+        store(scales + (count + group) * PANEL + v * WIDTH, offset_of(layout, packed, group, v * WIDTH, scale));
+    }
+  const char* const end = next + layout.block_bytes();
   for (int64_t k = 0; k < K_BLOCK; k += Source::COUNT * Math::STEP, numbers += PANEL_WORDS, next += PANEL_WORDS) {
     __builtin_prefetch(next, 0, 3);
     typename Source::Loaded loaded[PANEL_VECTORS];
 #pragma GCC unroll 2
-    for (int v = 0; v < PANEL_VECTORS; v++) loaded[v] = source.load(load_words(numbers + v * sizeof(Words)));
+    for (int v = 0; v < PANEL_VECTORS; v++)
+      loaded[v] = source.load(load_words(numbers + v * sizeof(Words)), upper + v * WIDTH * Source::UPPER);
+    upper += PANEL * Source::UPPER;
 #pragma GCC unroll 8
     for (int i = 0; i < Source::COUNT; i++, to += PANEL_WORDS)
 #pragma GCC unroll 2
@@ -201,7 +238,7 @@ void decode_block(const CodeLayout& layout, const char* packed, const char* next
         __builtin_memcpy(to + v * sizeof column, &column, sizeof column);
       }
   }
-  for (int64_t line = 0; line < layout.numbers_at(); line += PANEL_WORDS) __builtin_prefetch(next + line, 0, 3);
+  for (; next < end; next += PANEL_WORDS) __builtin_prefetch(next, 0, 3);
 }
 
 // Products of one arithmetic, as the entries of the kernel table.
@@ -212,6 +249,8 @@ class CodeProduct {
   // Columns of a task: fewer with many rows, so that threads end at about the same time.
   static constexpr int64_t FEW_ROWS_PANELS = 4, PANELS = 2;
   static constexpr int64_t FACTORS = K_BLOCK / Math::STEP;
+  // Scales and offsets of a panel's block, at most.
+  static constexpr int64_t SCALES = 2 * K_BLOCK / 16 * PANEL;
   // A single block ahead arrives too late: one takes a fifth of a microsecond.
   static constexpr int64_t BLOCKS_AHEAD = 2;
   // Rows of the smallest tile that reads decoded numbers.
@@ -320,6 +359,8 @@ class CodeProduct {
       for (int64_t p = 0, count; p < panels; p += count) {
         count = panels - p >= most ? most : 1;
         if (layout_.bits == 4) multiply_block<typename Math::template Decoder<4>>(block, p, count);
+        else if (layout_.bits == 5) multiply_block<typename Math::template Decoder<5>>(block, p, count);
+        else if (layout_.bits == 6) multiply_block<typename Math::template Decoder<6>>(block, p, count);
         else multiply_block<typename Math::template Decoder<8>>(block, p, count);
       }
   }
@@ -351,14 +392,18 @@ class CodeProduct {
           {packed + layout_.numbers_at(), panel_stride_, packed, panel_stride_}, after(panel, block), to, width_);
     }
     alignas(64) char decoded[PANELS * FACTORS * PANEL_WORDS];
+    alignas(64) float scales[PANELS * SCALES];
     for (int64_t p = 0; p < count; p++)
       decode_block<Math, Source>(layout_, at(panel + p, block), after(panel + p, block),
-                                 decoded + p * FACTORS * PANEL_WORDS);
-    const CodeBlock numbers{decoded, FACTORS * PANEL_WORDS, packed, panel_stride_};
+                                 decoded + p * FACTORS * PANEL_WORDS, scales + p * SCALES);
+    const CodeBlock numbers{decoded, FACTORS * PANEL_WORDS, reinterpret_cast<const char*>(scales),
+                            SCALES * static_cast<int64_t>(sizeof(float))};
+    CodeLayout layout = layout_;
+    layout.scales = fissile::FLOAT32;
     const int64_t first_row = tile_of(work_, first_tile_).first;
     for (int64_t t = first_tile_; t < first_tile_ + tile_count_; t++) {
       const RowTile tile = tile_of(work_, t);
-      multiply_tile<Math, Decoded<Math>, SMALLEST, Math::ROWS>(tile.rows, count, layout_, rows_of(tile, block), numbers,
+      multiply_tile<Math, Decoded<Math>, SMALLEST, Math::ROWS>(tile.rows, count, layout, rows_of(tile, block), numbers,
                                                                nullptr, to + (tile.first - first_row) * width_, width_);
     }
   }

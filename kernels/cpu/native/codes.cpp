@@ -12,35 +12,52 @@ using namespace fissile;
 
 namespace {
 
+// Copies the scales, offsets and factors of column `c` of a block.
+void pack_scales(const CodePacking& work, int64_t column, int64_t c, int64_t first, char* block) {
+  const CodeLayout layout(work.packed_dtype);
+  const int64_t bytes = size_of(layout.scales), groups = (work.inner + work.group - 1) / work.group;
+  for (int64_t g = 0; g < layout.groups() && first + g * layout.group < work.inner; g++) {
+    const int64_t from = column * groups + (first + g * layout.group) / work.group, to = g * PANEL + c;
+    std::memcpy(block + to * bytes, work.scales + from * bytes, static_cast<size_t>(bytes));
+    if (layout.has_offsets)
+      std::memcpy(block + layout.offsets_at() + to * layout.offset_bytes(), work.offsets + from * layout.offset_bytes(),
+                  static_cast<size_t>(layout.offset_bytes()));
+  }
+  if (!layout.has_factors()) return;
+  const int64_t blocks = (work.inner + K_BLOCK - 1) / K_BLOCK, count = layout.has_offsets ? 2 : 1;
+  for (int64_t i = 0; i < count; i++)
+    std::memcpy(block + layout.factors_at() + (i * PANEL + c) * 2,
+                work.factors + (column * blocks + first / K_BLOCK) * count + i, 2);
+}
+
+// Adds a code of 4 to 6 bits, for value k of column c, to zeroed numbers.
+void pack_code(char* numbers, int64_t bits, int64_t k, int64_t c, int64_t code) {
+  // Two codes of one byte are two pairs apart.
+  char& byte = numbers[(k / 8 * PANEL + c) * 4 + k % 2 * 2 + k % 8 / 4];
+  byte = static_cast<char>(byte | (code & 15) << (k % 4 / 2 * 4));
+  const int64_t high = bits - 4, from = high * (k % 8 / 2 + 4 * (k % 2));
+  if (!high) return;
+  char& upper = numbers[UPPER_BITS + (k / 8 * PANEL + c) * high + from / 8];
+  upper = static_cast<char>(upper | code >> 4 << from % 8);
+}
+
 // Packs panel `panel` of a weight in codes.
 void pack_code_panel(const CodePacking& work, int64_t panel) {
   const CodeLayout layout(work.packed_dtype);
-  const int64_t bytes = size_of(layout.scales), groups = (work.inner + work.group - 1) / work.group;
   char* block = work.panels + panel * panel_bytes(work.packed_dtype, work.inner);
   for (int64_t first = 0; first < work.inner; first += K_BLOCK, block += layout.block_bytes()) {
     std::memset(block, 0, static_cast<size_t>(layout.block_bytes()));
-    for (int64_t c = 0; c < std::min(PANEL, work.columns - panel * PANEL); c++) {
+    char* const numbers = block + layout.numbers_at();
+    for (int64_t c = 0; c < PANEL; c++) {
       const int64_t column = panel * PANEL + c;
-      for (int64_t g = 0; g < layout.groups() && first + g * layout.group < work.inner; g++) {
-        const int64_t from = column * groups + (first + g * layout.group) / work.group, to = g * PANEL + c;
-        std::memcpy(block + to * bytes, work.scales + from * bytes, static_cast<size_t>(bytes));
-        if (work.offsets) std::memcpy(block + layout.offsets_at() + to * 4, work.offsets + from, 4);
+      if (column < work.columns) pack_scales(work, column, c, first, block);
+      for (int64_t k = 0; k < K_BLOCK; k++) {
+        const bool there = column < work.columns && first + k < work.inner;
+        const int64_t code = there ? work.codes[column * work.inner + first + k] : layout.middle();
+        if (layout.bits == 8) numbers[(k / 4 * PANEL + c) * 4 + k % 4] = static_cast<char>(code - layout.middle());
+        else pack_code(numbers, layout.bits, k, c, code);
       }
     }
-    for (int64_t c = 0; c < PANEL; c++)
-      for (int64_t k = 0; k < K_BLOCK; k++) {
-        const bool there = panel * PANEL + c < work.columns && first + k < work.inner;
-        const int64_t middle = layout.bits == 4 ? 8 : 128;
-        const int64_t code = there ? work.codes[(panel * PANEL + c) * work.inner + first + k] : middle;
-        char* const numbers = block + layout.numbers_at();
-        if (layout.bits == 8) {
-          numbers[(k / 4 * PANEL + c) * 4 + k % 4] = static_cast<char>(code - middle);
-        } else {
-          // Two codes of one byte are two pairs apart.
-          char& byte = numbers[(k / 8 * PANEL + c) * 4 + k % 2 * 2 + k % 8 / 4];
-          byte = static_cast<char>(byte | code << (k % 4 / 2 * 4));
-        }
-      }
   }
 }
 
@@ -48,9 +65,9 @@ void pack_code_panel(const CodePacking& work, int64_t panel) {
 
 // Packs codes as CodePacking says. A group is `group` columns, which the packed dtype's group divides or equals.
 FISSILE_API void fissile_pack_codes(
-    int64_t packed_dtype, const uint8_t* codes, const char* scales, const float* offsets, int64_t columns,
-    int64_t inner, int64_t group, char* panels) {
-  const CodePacking work{packed_dtype, codes, scales, offsets, columns, inner, group, panels};
+    int64_t packed_dtype, const uint8_t* codes, const char* scales, const char* offsets, const uint16_t* factors,
+    int64_t columns, int64_t inner, int64_t group, char* panels) {
+  const CodePacking work{packed_dtype, codes, scales, offsets, factors, columns, inner, group, panels};
   share((columns + PANEL - 1) / PANEL, pack_code_panel, work);
 }
 

@@ -6,14 +6,17 @@
 namespace FISSILE_ISA {
 namespace {
 
+// Bits of 2^23; ored to those of a smaller integer, they are the bits of the float 2^23 plus the integer.
+constexpr uint32_t LARGE = 0x4B000000;
+
 // Decodes codes to float32: one column for each value of k.
 template <int BITS>
 class FloatDecoder {
  public:
-  static constexpr int COUNT = 32 / BITS;
+  static constexpr int COUNT = 32 / BITS, UPPER = 0;
   using Loaded = Words;
 
-  __attribute__((always_inline)) Words load(Words words) const { return words; }
+  __attribute__((always_inline)) Words load(Words words, const char*) const { return words; }
 
   __attribute__((always_inline)) Floats column(Words words, int k) const {
     if constexpr (BITS == 8) return __builtin_convertvector((Ints)(words << (24 - 8 * k)) >> 24, Floats);
@@ -31,6 +34,36 @@ class FloatDecoder {
   const Floats values_ = __builtin_convertvector(lane_numbers(), Floats) - splat(8.0f);
 #endif
 };
+
+// The same for codes whose upper bits are apart, UPPER_COUNT of them.
+template <int UPPER_COUNT>
+class SplitFloatDecoder {
+ public:
+  static constexpr int COUNT = 8, UPPER = UPPER_COUNT;
+  struct Loaded {
+    Words lower;
+    Words upper;
+  };
+
+  __attribute__((always_inline)) Loaded load(Words words, const char* upper) const {
+    return {words, UPPER == 1 ? load_bytes(upper) : load_shorts(upper)};
+  }
+
+  __attribute__((always_inline)) Floats column(const Loaded& loaded, int k) const {
+    const int from = UPPER * (k / 2 + 4 * (k % 2));
+    const Words lower = loaded.lower >> (4 * (k / 2) + 16 * (k % 2)) & splat_word(15);
+    const Words upper = (from < 4 ? loaded.upper << (4 - from) : loaded.upper >> (from - 4)) & splat_word(MASK);
+    return (Floats)(lower | upper | splat_word(LARGE)) - splat(8388608.0f + (8 << UPPER));
+  }
+
+ private:
+  static constexpr uint32_t MASK = ((1u << UPPER) - 1) << 4;
+};
+
+template <>
+class FloatDecoder<5> : public SplitFloatDecoder<1> {};
+template <>
+class FloatDecoder<6> : public SplitFloatDecoder<2> {};
 
 struct FloatMath {
   using Factor = float;

@@ -17,11 +17,12 @@ constexpr uint16_t bits_of(int value) {
   return static_cast<uint16_t>((value < 0 ? 0x8000 : 0) | (127 + exponent) << 7 | ((size << (7 - exponent)) & 0x7F));
 }
 
-// The numbers of codes of 4 bits, twice.
+// The numbers of codes of BITS bits; those of 4 bits twice.
+template <int BITS>
 struct CodeValues {
-  alignas(64) uint16_t bits[32] = {};
+  alignas(64) uint16_t bits[BITS == 6 ? 64 : 32] = {};
   constexpr CodeValues() {
-    for (int code = 0; code < 32; code++) bits[code] = bits_of(code % 16 - 8);
+    for (int code = 0; code < (BITS == 6 ? 64 : 32); code++) bits[code] = bits_of(code % (1 << BITS) - (1 << (BITS - 1)));
   }
 };
 
@@ -43,10 +44,10 @@ class PairDecoder;
 template <>
 class PairDecoder<4> {
  public:
-  static constexpr int COUNT = 4;
+  static constexpr int COUNT = 4, UPPER = 0;
   using Loaded = Words;
 
-  __attribute__((always_inline)) Words load(Words words) const { return words; }
+  __attribute__((always_inline)) Words load(Words words, const char*) const { return words; }
 
 #ifdef __AVX512BW__
   __attribute__((always_inline)) Words column(Words words, int i) const {
@@ -54,7 +55,7 @@ class PairDecoder<4> {
   }
 
  private:
-  static constexpr CodeValues VALUES{};
+  static constexpr CodeValues<4> VALUES{};
   const __m512i values_ = _mm512_load_si512(VALUES.bits);
 #else
   __attribute__((always_inline)) Words column(Words words, int i) const {
@@ -68,17 +69,67 @@ class PairDecoder<4> {
 #endif
 };
 
+// Codes whose upper bits are apart, UPPER_COUNT of them. In a loaded vector, each half of a word has the upper bits of
+// four codes, of pair 0 in its lowest bits.
+template <int UPPER_COUNT>
+class SplitPairDecoder {
+ public:
+  static constexpr int COUNT = 4, UPPER = UPPER_COUNT;
+  struct Loaded {
+    Words lower;
+    Words upper;
+  };
+
+  __attribute__((always_inline)) Loaded load(Words words, const char* upper) const {
+    const Words both = UPPER == 1 ? load_bytes(upper) : load_shorts(upper);
+    return {words, both | both << (UPPER == 1 ? 12 : 8)};
+  }
+
+#ifdef __AVX512BW__
+  // The look-up reads as many bits of an index as a code has, so that further ones do not matter.
+  __attribute__((always_inline)) Words column(const Loaded& loaded, int i) const {
+    const __m512i lower = _mm512_srli_epi16((__m512i)loaded.lower, 4 * i), all = (__m512i)loaded.upper;
+    const int left = 4 - UPPER * i;
+    const __m512i upper = left < 0 ? _mm512_srli_epi16(all, -left) : _mm512_slli_epi16(all, left);
+    // Takes the lowest four bits of `lower`, the others of `upper`.
+    const __m512i codes = _mm512_ternarylogic_epi32(lower, upper, _mm512_set1_epi16(15), 0xE4);
+    if constexpr (UPPER == 1) return (Words)_mm512_permutexvar_epi16(codes, values_[0]);
+    return (Words)_mm512_permutex2var_epi16(values_[0], codes, values_[1]);
+  }
+
+ private:
+  static constexpr CodeValues<4 + UPPER> VALUES{};
+  const __m512i values_[2] = {_mm512_load_si512(VALUES.bits), _mm512_load_si512(VALUES.bits + (UPPER == 2 ? 32 : 0))};
+#else
+  __attribute__((always_inline)) Words column(const Loaded& loaded, int i) const {
+    return bits(loaded.lower >> (4 * i), loaded.upper >> (UPPER * i)) >> 16 |
+           bits(loaded.lower >> (16 + 4 * i), loaded.upper >> (16 + UPPER * i));
+  }
+
+ private:
+  static Words bits(Words lower, Words upper) {
+    const Words codes = (lower & splat_word(15)) | (upper & splat_word((1u << UPPER) - 1)) << 4;
+    return (Words)(__builtin_convertvector((Ints)codes, Floats) - splat(static_cast<float>(8 << UPPER)));
+  }
+#endif
+};
+
+template <>
+class PairDecoder<5> : public SplitPairDecoder<1> {};
+template <>
+class PairDecoder<6> : public SplitPairDecoder<2> {};
+
 template <>
 class PairDecoder<8> {
  public:
-  static constexpr int COUNT = 2;
+  static constexpr int COUNT = 2, UPPER = 0;
   struct Loaded {
     Words pairs[2];
   };
 
 #ifdef __AVX512VBMI__
   // The conversion of int8 weights takes -128 for 0.
-  __attribute__((always_inline)) Loaded load(Words words) const {
+  __attribute__((always_inline)) Loaded load(Words words, const char*) const {
     Loaded loaded;
     widened_(words, loaded.pairs);
     const __mmask64 lowest = _mm512_cmpeq_epi8_mask((__m512i)words, _mm512_set1_epi8(-128));
@@ -94,7 +145,7 @@ class PairDecoder<8> {
 
  public:
 #else
-  __attribute__((always_inline)) Loaded load(Words words) const {
+  __attribute__((always_inline)) Loaded load(Words words, const char*) const {
     Loaded loaded;
     Widening()(words, loaded.pairs);
     return loaded;

@@ -37,38 +37,68 @@ constexpr int64_t K_BLOCK = 128;
 // Bytes of the scales of one block in an int8 panel: float32 [PANEL].
 constexpr int64_t BLOCK_SCALES = PANEL * 4;
 
-// Weights in codes (kernels/grouped_weight.py) have a dtype from GROUPED on, which says how. Bit 0: 8 bits, otherwise 4.
-// Bits 1 and 2: dtype of the scales: float32, bfloat16, float16. Bit 3: groups have offsets. Bits 4 and 5: columns that
-// share a scale, 16, 32, 64 or 128. pack_codes() in kernels/cpu/linear.py makes the number.
+// Weights in codes (kernels/grouped_weight.py) have a dtype from GROUPED on, which says how. Bits 0 and 1: 4, 5, 6 or 8
+// bits. Bits 2 and 3: scales in float32, bfloat16, float16, or codes with factors. Bit 4: groups have offsets. Bits 5
+// and 6: columns that share a scale, 16, 32, 64 or 128. packed_code() in kernels/cpu/linear.py makes the number.
 constexpr int64_t GROUPED = 256;
+// Several weights in codes, each in its own form, one below the other; see Joined.
+constexpr int64_t JOINED = 512;
 
 constexpr bool is_grouped(int64_t dtype) { return dtype >= GROUPED; }
 
 // A panel of codes is a row of blocks of K_BLOCK values of k, the last padded with zeros. A block has scales [groups]
-// [PANEL], offsets float32 [groups][PANEL] or none, padding to 64 bytes, and numbers. The weight is (code - middle) *
-// scale + offset, where the middle code is 8 or 128.
+// [PANEL], offsets [groups][PANEL] or none, factors float16 or none, padding to 64 bytes, and numbers. The weight is
+// (code - middle) * scale + offset, where the middle code is half of the number of codes.
+//
+// Without factors, offsets are float32. With factors [PANEL], scales are int8 times the column's factor. With factors
+// [2][PANEL], offsets are int8 too: the offset is the middle code times the scale, minus the int8 times the second
+// factor, as of K-quants, whose weights are code * scale - offset.
 //
 // 4 bits: [K_BLOCK / 8][PANEL] words of 32 bits. Code k of eight is in the four bits from 4 * (k / 2) + 16 * (k % 2) on,
 // so that a shift gives pairs of adjacent codes in the halves of a word. 8 bits: [K_BLOCK / 4][PANEL] words with four
-// codes, minus 128, as int8.
+// codes, minus 128, as int8. 5 and 6 bits: the lower four as with 4 bits, then the upper ones, [K_BLOCK / 8][PANEL] of
+// one or two bytes: `high` bits of code k from high * (k / 2 + 4 * (k % 2)) on.
 struct CodeLayout {
   int64_t bits;
   int64_t group;
+  // FLOAT32, BFLOAT16 or FLOAT16; INT8 with factors.
   Dtype scales;
   bool has_offsets;
 
   constexpr explicit CodeLayout(int64_t dtype)
-      : bits(dtype & 1 ? 8 : 4),
-        group(int64_t{16} << (dtype >> 4 & 3)),
-        scales((dtype >> 1 & 3) == 0 ? FLOAT32 : (dtype >> 1 & 3) == 1 ? BFLOAT16 : FLOAT16),
-        has_offsets(dtype >> 3 & 1) {}
+      : bits((dtype & 3) == 3 ? 8 : 4 + (dtype & 3)),
+        group(int64_t{16} << (dtype >> 5 & 3)),
+        scales((dtype >> 2 & 3) == 0   ? FLOAT32
+               : (dtype >> 2 & 3) == 1 ? BFLOAT16
+               : (dtype >> 2 & 3) == 2 ? FLOAT16
+                                       : INT8),
+        has_offsets(dtype >> 4 & 1) {}
 
+  constexpr bool has_factors() const { return scales == INT8; }
+  constexpr int64_t middle() const { return int64_t{1} << (bits - 1); }
   constexpr int64_t groups() const { return K_BLOCK / group; }
+  constexpr int64_t offset_bytes() const { return has_factors() ? 1 : 4; }
   constexpr int64_t offsets_at() const { return groups() * PANEL * size_of(scales); }
+  constexpr int64_t factors_at() const { return offsets_at() + (has_offsets ? groups() * PANEL * offset_bytes() : 0); }
   constexpr int64_t numbers_at() const {
-    return (offsets_at() + (has_offsets ? groups() * PANEL * 4 : 0) + 63) / 64 * 64;
+    return (factors_at() + (has_factors() ? PANEL * (has_offsets ? 4 : 2) : 0) + 63) / 64 * 64;
   }
   constexpr int64_t block_bytes() const { return numbers_at() + K_BLOCK * PANEL * bits / 8; }
+};
+
+// Bytes from the lower to the upper bits of a block's codes of 5 and 6 bits.
+constexpr int64_t UPPER_BITS = K_BLOCK * PANEL / 2;
+
+// What the panels of a JOINED weight begin with: the number of its parts, and each part's dtype, columns, and the bytes
+// from here to its panels. The parts have the weight's inner dimension and order; its columns are all of theirs.
+struct Joined {
+  struct Part {
+    int64_t dtype;
+    int64_t columns;
+    int64_t at;
+  };
+  int64_t count;
+  Part parts[];
 };
 
 // The layout of packed weights is the same for every instruction set: panels [columns / 16][inner / group][16][group].
@@ -112,13 +142,15 @@ struct Packing {
   void* panels;
 };
 
-// Codes [columns, inner], scales [columns, groups] of the layout's dtype, offsets float32 [columns, groups] or null, and
-// where to pack them. A group is `group` columns of a row; one that exceeds K_BLOCK is repeated in each block.
+// Codes [columns, inner], scales and perhaps offsets [columns, groups] and factors [columns, blocks][1 or 2] of the
+// layout's dtypes, and where to pack them. A group is `group` columns of a row; one that exceeds K_BLOCK is repeated in
+// each block.
 struct CodePacking {
   int64_t packed_dtype;
   const uint8_t* codes;
   const char* scales;
-  const float* offsets;
+  const char* offsets;
+  const uint16_t* factors;
   int64_t columns;
   int64_t inner;
   int64_t group;

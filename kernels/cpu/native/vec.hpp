@@ -148,6 +148,33 @@ FISSILE_INLINE Floats kept(Floats value) {
   return value;
 }
 
+// WIDTH unsigned numbers of 8 or 16 bits. Intrinsics, since compilers convert such vectors in pieces.
+FISSILE_INLINE Words load_bytes(const void* from) {
+  Bytes bytes;
+  __builtin_memcpy(&bytes, from, sizeof bytes);
+#if FISSILE_WIDTH == 16 && defined(__AVX512F__)
+  return (Words)_mm512_cvtepu8_epi32((__m128i)bytes);
+#elif FISSILE_WIDTH == 8 && defined(__AVX2__)
+  int64_t eight;
+  __builtin_memcpy(&eight, &bytes, sizeof eight);
+  return (Words)_mm256_cvtepu8_epi32(_mm_cvtsi64_si128(eight));
+#else
+  return __builtin_convertvector(bytes, Words);
+#endif
+}
+
+FISSILE_INLINE Words load_shorts(const void* from) {
+  Halves halves;
+  __builtin_memcpy(&halves, from, sizeof halves);
+#if FISSILE_WIDTH == 16 && defined(__AVX512F__)
+  return (Words)_mm512_cvtepu16_epi32((__m256i)halves);
+#elif FISSILE_WIDTH == 8 && defined(__AVX2__)
+  return (Words)_mm256_cvtepu16_epi32((__m128i)halves);
+#else
+  return __builtin_convertvector(halves, Words);
+#endif
+}
+
 using FloatsAnywhere = float __attribute__((vector_size(WIDTH * 4), aligned(4), may_alias));
 
 FISSILE_INLINE Floats load(const float* from) { return *(const FloatsAnywhere*)from; }

@@ -78,6 +78,15 @@ class Setting:
         how = f"python -m tests.bench.peers.checkpoint --folder {self.folder.root} --shape {self.shape}"
         return need(self.folder.checkpoint(self.shape) / "tokenizer.json", how).parent
 
+    def gguf(self, kind: str) -> Path:
+        """The checkpoint as a GGUF file.
+
+        Raises:
+            AbsentError: it has not been converted.
+        """
+        how = f"python -m tests.bench.peers.convert --folder {self.folder.root} --shape {self.shape}"
+        return need(self.folder.gguf(self.shape, kind), how)
+
     def python(self, peer: str) -> Path:
         """The interpreter of a peer's venv.
 
@@ -297,6 +306,8 @@ _SERVED: Final[dict[str, tuple[str, ...]]] = {
     "fissile-int4": _INT4,
     **{f"fissile-{policy}": ("--scheduling-policy", policy) for policy in SCHEDULING_POLICIES},
 }
+# Types of the GGUF files that llama.cpp's peers of the same ending serve too.
+_FILES: Final = {f"fissile-{kind}": kind for kind in ("q8", "q4_0", "q4_k_m")}
 _OFFLINE: Final[dict[str, tuple[str, ...]]] = {
     "fissile-offline": (),
     "fissile-offline-int8": _INT8,
@@ -311,9 +322,10 @@ def _fissile_environment() -> dict[str, str]:
 def _fissile(setting: Setting, name: str, port: int) -> list[Process]:
     """A worker and a router, as two processes."""
     worker_port = free_port()
-    worker = ["-m", "worker", "--model", str(setting.checkpoint), "--model-name", MODEL_NAME, "--dtype", "bfloat16"]
+    model = setting.gguf(_FILES[name]) if name in _FILES else setting.checkpoint
+    worker = ["-m", "worker", "--model", str(model), "--model-name", MODEL_NAME, "--dtype", "bfloat16"]
     worker += ["--port", str(worker_port), "--threads", str(setting.threads), "--no-prefix-caching"]
-    worker += ["--kv-cache-memory", f"{KV_GIB}GiB", "--log-level", "warning", *_SERVED[name]]
+    worker += ["--kv-cache-memory", f"{KV_GIB}GiB", "--log-level", "warning", *_SERVED.get(name, ())]
     router = ["-m", "router", "--port", str(port), "--worker", f"{HOST}:{worker_port}", "--log-level", "warning"]
     return [
         Process(
@@ -358,8 +370,7 @@ def _llamacpp(setting: Setting, kind: str, port: int) -> list[Process]:
     program = need(
         setting.folder.llama_program("llama-server"), f"python -m tests.bench.peers.install llamacpp --folder {root}"
     )
-    how = f"python -m tests.bench.peers.convert --folder {root} --shape {setting.shape}"
-    command = [str(program), "-m", str(need(setting.folder.gguf(setting.shape, kind), how))]
+    command = [str(program), "-m", str(setting.gguf(kind))]
     command += ["--host", HOST, "--port", str(port), "-c", str(MOST_AT_ONCE * _LLAMA_PLACE), "-np", str(MOST_AT_ONCE)]
     command += ["-t", str(setting.threads), "-tb", str(setting.threads), "-fa", "on", "--no-webui"]
     command += ["--no-cache-prompt", "--cache-ram", "0"]
@@ -387,7 +398,7 @@ async def _llama_client(port: int) -> AsyncIterator[Ask]:
 def make_peers(setting: Setting) -> dict[str, Peer]:
     """All peers by name, none of them started."""
     peers: list[Peer] = [
-        *(Server(name, partial(_fissile, setting, name), grpc_generate) for name in _SERVED),
+        *(Server(name, partial(_fissile, setting, name), grpc_generate) for name in (*_SERVED, *_FILES)),
         *(Engine(name, partial(_fissile_offline, setting, name)) for name in _OFFLINE),
         Server("vllm", partial(_vllm, setting, "bfloat16"), _openai_client),
         Server("vllm-float32", partial(_vllm, setting, "float32"), _openai_client),

@@ -190,6 +190,7 @@ def pair_lines(lines: Sequence[Line]) -> list[str]:
         ("fissile-int4", "fissile"),
         ("fissile-int4", "llamacpp-q4_0"),
         ("fissile-int4", "llamacpp-q4_k_m"),
+        *((f"fissile-{kind}", f"llamacpp-{kind}") for kind in ("q8", "q4_0", "q4_k_m")),
     ]
     found = []
     for concurrency in sorted({concurrency for concurrency, _ in every}):

@@ -9,12 +9,12 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from kernels.grouped_weight import GroupedWeight, nearest_codes
+from kernels.grouped_weight import GroupedWeight, nearest_codes, stacked_weights
 from kernels.interface import GROUPED, ClampedSwiglu, ExpertWeights, PackedFormat
 from kernels.quantized_weight import as_floats
 from kernels.triton_backend import experts, linear
 from kernels.triton_backend.backend import TritonBackend
-from kernels.triton_backend.packed_weight import from_codes, pack
+from kernels.triton_backend.packed_weight import from_codes, kept, pack
 from kernels.triton_backend.target import INTERPRETER, TARGETS, Settings
 from kernels.triton_backend.tiles import cut
 from tests.kernels.row_alone import multiply_rows_alone
@@ -44,6 +44,15 @@ FORMS: list[Form] = [
 ]
 # (N, K) on both sides of tiles of columns (32), pieces of K (64) and parts of K.
 SHAPES = [(1, 1), (33, 24), (20, 300), (9, 900)]
+
+
+def test_k_quants_are_kept_in_8_bits_as_one_weight() -> None:
+    forms: list[Form] = [(4, 32, torch.int8, True, True, False), (6, 16, torch.int8, False, False, False)]
+    weight = stacked_weights([grouped_weight(9, 300, *form) for form in forms])
+    wide = kept(weight, F32, None, TARGETS[INTERPRETER])
+    assert isinstance(wide, GroupedWeight)
+    assert (wide.bits, wide.factors) == (8, None)
+    assert torch.equal(as_floats(wide), as_floats(weight))
 
 
 def defined(weight: GroupedWeight) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:

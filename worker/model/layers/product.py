@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from kernels.grouped_weight import GroupedWeight, have_one_order, joined
+from kernels.grouped_weight import GroupedWeight, have_one_order, stacked_weights
 from kernels.interface import GROUPED, AnyWeight, QuantizedFormat, QuantizedWeight
 from kernels.quantized_weight import as_floats, joined_quant_type, joined_weights
 from worker.model.layers.build import Build
@@ -44,7 +44,7 @@ def product_weight(build: Build, product: Product, stays: bool) -> AnyWeight:
     if not grouped:
         return joined_weights([part for part in parts if isinstance(part, QuantizedWeight)])
     if have_one_order(grouped):
-        return joined(grouped)
+        return stacked_weights(grouped)
     names = [part.name for part in product]
     build.weights.use.kept.difference_update(names)
     build.weights.use.dequantized.update(dict.fromkeys(names, "parts of the product order their columns differently"))

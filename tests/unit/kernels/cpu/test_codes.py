@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from kernels.cpu import experts, linear
-from kernels.grouped_weight import GroupedWeight, nearest_codes
+from kernels.grouped_weight import GroupedWeight, JoinedWeight, nearest_codes, stacked_weights, unfactored, widened
 from kernels.interface import ExpertWeights, PackedFormat
 from kernels.quantized_weight import as_floats
 from tests.stored_weights import grouped_weight
 
 pytestmark = pytest.mark.each_value
 
-F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
+F16, BF16, F32, I8 = torch.float16, torch.bfloat16, torch.float32, torch.int8
 # bits, columns that share a scale, dtype of the scales; with zeros, with offsets, in an order by activation.
 FORMS = [
     (4, 32, BF16, False, False, False),
@@ -28,7 +28,11 @@ FORMS = [
     (8, 16, F32, True, False, False),
     (8, 32, F16, False, False, False),
     (8, 64, BF16, True, True, True),
+    (5, 64, F16, False, True, False),
+    (6, 128, BF16, True, False, True),
 ]
+# Those of Q4_K, Q5_K and Q6_K: scales in codes, with factors.
+FACTORED = [(4, 32, I8, True, True, False), (5, 32, I8, True, True, False), (6, 16, I8, False, False, False)]
 # (N, K) on both sides of panels (16), blocks of k (128), tasks (64 columns) and vectors; odd ones too.
 SHAPES = [(70, 301), (33, 24), (1, 1), (17, 129), (150, 384)]
 EPSILON = {F32: 4e-7, BF16: 2.0**-8}
@@ -40,7 +44,7 @@ def drawn(n: int, k: int, rows: int, dtype: torch.dtype) -> tuple[torch.Tensor, 
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16])
-@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize("form", FORMS + FACTORED, ids=str)
 def test_products_equal_float64_products(
     each_attention: CDLL, form: tuple[int, int, torch.dtype, bool, bool, bool], dtype: torch.dtype
 ) -> None:
@@ -65,7 +69,7 @@ def test_whole_rows_that_are_shorter_than_any_group(native: CDLL, columns: int) 
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16])
-@pytest.mark.parametrize("form", FORMS[:4] + FORMS[6:], ids=str)
+@pytest.mark.parametrize("form", FORMS[:4] + FORMS[6:] + FACTORED, ids=str)
 def test_row_bits_are_independent_of_other_rows(
     each_attention: CDLL, form: tuple[int, int, torch.dtype, bool, bool, bool], dtype: torch.dtype
 ) -> None:
@@ -79,6 +83,56 @@ def test_row_bits_are_independent_of_other_rows(
     each_attention.fissile_set_threads(3)
     assert torch.equal(linear.linear(each_attention, x, packed), whole)
     assert torch.equal(linear.linear(each_attention, x[::3], packed), whole[::3])
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("form", FACTORED, ids=str)
+def test_scales_in_codes_and_few_bits_give_the_bits_of_wide_ones(
+    each_attention: CDLL, form: tuple[int, int, torch.dtype, bool, bool, bool], dtype: torch.dtype
+) -> None:
+    """The product is to the bit that of the same numbers in 8 bits with float32 scales and offsets."""
+    for n, k in SHAPES:
+        weight = grouped_weight(n, k, *form)
+        plain, wide = unfactored(weight), widened(weight)
+        assert wide.bits == (4 if weight.bits == 4 else 8)
+        for rows in (1, 3, 9, 30):
+            _, x = drawn(n, k, rows, dtype)
+            out, *others = (
+                linear.linear(each_attention, x, linear.pack_codes(each_attention, each, None, dtype))
+                for each in (weight, plain, wide)
+            )
+            assert all(torch.equal(out, other) for other in others), (n, k, rows)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_weights_of_several_forms_multiply_as_one_with_the_bits_of_each(
+    each_attention: CDLL, dtype: torch.dtype
+) -> None:
+    parts = [grouped_weight(n, 300, *form) for n, form in zip((70, 33, 16), FACTORED, strict=True)]
+    weight = stacked_weights([parts[0], parts[0], *parts[1:]])
+    assert isinstance(weight, JoinedWeight)
+    assert [part.shape[0] for part in weight.parts] == [140, 33, 16]
+    packed = linear.pack_any(each_attention, weight, drawn(189, 300, 1, dtype)[0], dtype, None)
+    biases = torch.split(drawn(189, 300, 1, dtype)[0], [70, 70, 33, 16])
+    each_attention.fissile_set_threads(2)
+    for rows in (1, 9, 30):
+        _, x = drawn(70, 300, rows, dtype)
+        alone = [
+            linear.linear(each_attention, x, linear.pack_codes(each_attention, part, bias, dtype))
+            for part, bias in zip([parts[0], *parts], biases, strict=True)
+        ]
+        assert torch.equal(linear.linear(each_attention, x, packed), torch.cat(alone, 1))
+        assert torch.equal(linear.argmax(each_attention, x, packed, 189), torch.cat(alone, 1).float().max(1).indices)
+        assert linear.linear(each_attention, x[:0], packed).shape == (0, 189)
+
+
+def test_gates_and_ups_of_several_forms(each_attention: CDLL) -> None:
+    weight = stacked_weights([grouped_weight(32, 256, *form) for form in FACTORED[1:]])
+    _, x = drawn(64, 256, 20, F32)
+    packed = linear.pack_any(each_attention, weight, None, F32, None)
+    gates, ups = linear.linear(each_attention, x, packed).chunk(2, 1)
+    expected = torch.nn.functional.silu(gates) * ups
+    assert torch.allclose(linear.gated_linear(each_attention, x, packed), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_first_of_the_largest_products(each_attention: CDLL) -> None:
@@ -106,7 +160,11 @@ def test_experts_in_codes_equal_dequantized(
     each_attention: CDLL, dtype: torch.dtype, down: tuple[int, int, torch.dtype, bool, bool, bool]
 ) -> None:
     """Experts whose codes differ in form get one; `down` has another than `gate_up`, perhaps in an order."""
-    ups = [grouped_weight(64, 96, *form) for form in (FORMS[0], FORMS[2], FORMS[8 if down[5] else 6])]
+    ups: list[GroupedWeight | JoinedWeight] = [
+        grouped_weight(64, 96, *form) for form in (FORMS[0], FORMS[2], FORMS[8 if down[5] else 6])
+    ]
+    if not down[5]:
+        ups[1] = stacked_weights([grouped_weight(32, 96, *form) for form in FACTORED[1:]])
     downs = [grouped_weight(96, 32, *down) for _ in range(3)]
     if down[5]:
         downs[1] = replace(downs[1], order=torch.arange(32).flip(0))
