@@ -26,6 +26,18 @@ _FILE_STATUSES: Final = (200, 206)
 _TOO_MANY_REQUESTS: Final = 429
 
 
+def import_library() -> None:
+    """Imports `huggingface_hub`, which takes half a second and reads its settings from the environment.
+
+    Raises:
+        HubError: a setting is malformed.
+    """
+    try:
+        from huggingface_hub import constants  # noqa: F401, PLC0415
+    except ValueError as error:
+        raise HubError(f"a variable HF_* of the environment, such as HF_ENDPOINT, is malformed: {error}") from None
+
+
 @cache
 def bound_answers() -> None:
     """Gives the library a client whose answers have bounds, once in a process."""

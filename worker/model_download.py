@@ -27,7 +27,7 @@ import structlog
 
 from common.hub import HubError, HubModel, hub_model
 from worker.blob_download import PARTIAL, HubFile, download_files
-from worker.hub_client import bound_answers, too_many_requests
+from worker.hub_client import bound_answers, import_library, too_many_requests
 
 log = structlog.get_logger(__name__)
 
@@ -82,7 +82,8 @@ def download(model: HubModel, *, weights: bool = True, include: Sequence[str] = 
     Raises:
         HubError: as `model_folder`.
     """
-    # Importing it takes half a second, and folders do not need it.
+    # Folders do not need it.
+    import_library()
     from huggingface_hub.utils.tqdm import disable_progress_bars, enable_progress_bars  # noqa: PLC0415
 
     (enable_progress_bars if sys.stderr.isatty() else disable_progress_bars)()

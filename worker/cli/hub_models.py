@@ -19,6 +19,7 @@ from common.telemetry.logs import setup_logging
 from common.text.tokenizer import TokenizerError
 from worker.config.model_config import ModelConfig, ModelError
 from worker.config.model_tokenizer import model_tokenizer_files
+from worker.hub_client import import_library
 from worker.model_download import download, ending_at_signals, model_folder
 
 if TYPE_CHECKING:
@@ -192,9 +193,9 @@ def _named_architecture(folder: Path) -> str:
 @options("rm")
 def remove(models: tuple[str, ...], as_json: bool) -> None:
     """Remove models from the cache of this machine: org/name with all revisions, or org/name@revision."""
+    cache = _scanned()
     from huggingface_hub import constants, scan_cache_dir  # noqa: PLC0415
 
-    cache = _scanned()
     folders = {model: cache.interrupted[model] for model in models if model in cache.interrupted}
     commits = list({commit: None for model in models if model not in folders for commit in _commits(cache, model)})
     size = sum(map(_stored_bytes, folders.values()))
@@ -261,7 +262,10 @@ class _Cache:
 
 
 def _scanned() -> _Cache:
-    # Importing it takes half a second.
+    try:
+        import_library()
+    except HubError as error:
+        raise CommandError(str(error)) from None
     from huggingface_hub import CacheNotFound, constants, scan_cache_dir  # noqa: PLC0415
 
     # The library's warnings name resolved paths.

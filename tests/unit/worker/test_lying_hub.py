@@ -111,3 +111,9 @@ def test_token_is_not_sent_to_another_host(hub: FakeHub, tmp_path: Path) -> None
         assert set(files) == FILES.keys(), folder
         assert other.authorized == {None}
         assert f"Bearer {hub.token}" in hub.authorized
+
+
+def test_endpoint_that_is_no_url_is_one_line(tmp_path: Path) -> None:
+    [(line, files)] = fetch(tmp_path, "http://[", "org/tiny")
+    assert line == "a variable HF_* of the environment, such as HF_ENDPOINT, is malformed: Invalid IPv6 URL"
+    assert not files
