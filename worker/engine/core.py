@@ -456,10 +456,10 @@ class DPEngineCoreProc(EngineCore):
         return self._in_round or super().has_unfinished()
 
     def check(self) -> bool:
-        """Opens a round; True if any engine has work."""
-        super().check()
+        """Opens a round; True if any engine has work, or host memory of this one has changes to report."""
+        has_changes = super().check()
         self._open_round(has_work=False)
-        return self._in_round
+        return has_changes or self._in_round
 
     def step(self) -> StepResult:
         """Makes one round."""

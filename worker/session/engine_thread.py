@@ -19,7 +19,7 @@ from worker.engine.step_record import StepRing
 from worker.engine.turns import Command, EngineTurns, Turn
 from worker.garbage import GarbageCollector
 
-# Wait while the delay gate holds all unfinished sequences.
+# Wait while the delay gate holds all unfinished sequences, or they wait for KV tiers.
 _GATED_WAIT_S: Final = 0.001
 
 
@@ -123,7 +123,7 @@ class EngineThread:
             or turn.step != steps
         ):
             self._turned(turn)
-        elif turns.has_work:
+        elif turns.has_work and not turns.core.others_have_work:
             self._wait(_GATED_WAIT_S)
         return True
 

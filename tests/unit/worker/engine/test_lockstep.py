@@ -18,16 +18,21 @@ from hypothesis import strategies as st
 
 from common.config import Config, ParallelConfig
 from common.params.sampling_params import SamplingParams
+from common.wire.block_hash import GRANULE_BLOCKS
 from worker.engine import core as engine_core
 from worker.engine.batch import ScheduledBatch, ScheduledBatchOutput
 from worker.engine.core import DPEngineCoreProc, EngineDeadError
 from worker.engine.executor import TimedOutput
 from worker.engine.sequence import Sequence
 from worker.engine.tier_lookups import Tiers, root_name
+from worker.engine.turns import EngineTurns, Submit, TicketReceipt
+from worker.kv_tiers.memory_tier import MemoryTier
 from worker.kv_tiers.shared_tiers import FileTier
-from worker.kv_tiers.tiers import HIT, STORED, KvTiers
+from worker.kv_tiers.tiers import HEADER_BYTES, HIT, STORED, KvTiers
 from worker.model.forward_context import DPMetadata
 from worker.model.sharding import Alone, DataParallel
+from worker.session import engine_thread
+from worker.session.engine_thread import EngineThread
 from worker.simulation.runner import SimulatedRunner
 
 ENGINES = 3
@@ -177,6 +182,109 @@ def test_lockstep_engine_finds_blocks_of_another_in_shared_tier(deferred: bool, 
     assert [seq.num_cached_tokens, stores[2].counts()["files", HIT]] == [32, 2]
     for store in stores:
         store.close()
+
+
+def until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
+class LateMemory(MemoryTier):
+    """Host memory that keeps blocks once `may_write` is set."""
+
+    def __init__(self, num_bytes: int, value_bytes: int) -> None:
+        super().__init__(num_bytes, value_bytes)
+        self.may_write = threading.Event()
+
+    def put(self, name: bytes, parent: bytes, value: bytes) -> bool:
+        return self.may_write.wait(60) and super().put(name, parent, value)
+
+
+def test_idle_lockstep_engine_reports_blocks_that_memory_gets_late() -> None:
+    """Former fault: with every engine idle, routers did not hear of granules that were written after the last step."""
+    size = SimulatedRunner(50, 49, num_blocks=64).kv_block_bytes
+    memory = LateMemory(1 << 20, size + HEADER_BYTES)
+    store = KvTiers({"memory": memory}, size)
+    cores, _ = engines(tiers=[Tiers(store, root_name(["simulated"])), None, None])
+    reporter = EngineTurns(cores[0], lambda: 0.0)
+    seq = Sequence([7] * (16 * GRANULE_BLOCKS + 1), 16, SamplingParams(max_tokens=2, ignore_eos=True), arrive_time=0.0)
+    cores[0].add_request(seq)
+    end = time.monotonic() + 60
+    with ThreadPoolExecutor(ENGINES) as pool:
+        while not seq.is_finished or cores[0].others_have_work:
+            assert time.monotonic() < end
+            list(pool.map(lambda core: turns(core, [], 3), cores))
+        reporter.report()
+        memory.may_write.set()
+        until(lambda: store.has_memory_changes)
+        assert list(pool.map(lambda core: core.check(), cores)) == [True, False, False]
+        assert len(reporter.run([]).granules) == 1
+        assert list(pool.map(lambda core: core.check(), cores)) == [False] * ENGINES
+    store.close()
+
+
+class NoListener:
+    """Hears of no step."""
+
+    def on_step(self, step: int, submit_seen: int | None) -> None:
+        pass
+
+
+class AbsentTier:
+    """A tier that says nothing of a block until `answers` is set, and then that it has none."""
+
+    def __init__(self) -> None:
+        self.is_asked = threading.Event()
+        self.answers = threading.Event()
+
+    def get(self, name: bytes) -> bytes | None:
+        self.is_asked.set()
+        assert self.answers.wait(120)
+        return None
+
+    def put(self, name: bytes, parent: bytes, value: bytes) -> bool:
+        return False
+
+    def drop(self, name: bytes) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def test_lockstep_engine_decodes_while_another_waits_for_tier(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Former fault: an engine whose prompts waited for KV tiers slept in each round, and the others waited for it."""
+    monkeypatch.setattr(engine_thread, "_GATED_WAIT_S", 3600.0)
+    tier, size = AbsentTier(), SimulatedRunner(50, 49, num_blocks=64).kv_block_bytes
+    store = KvTiers({"absent": tier}, size)
+    cores, groups = engines(tiers=[Tiers(store, root_name(["simulated"])), None, None])
+    params = SamplingParams(max_tokens=9, ignore_eos=True)
+    waiting, decoding = Sequence([7] * 40, 16, params, arrive_time=0.0), Sequence([8] * 20, 16, params)
+    cores[0].add_request(waiting)
+    failures = list[Exception]()
+    threads = [
+        EngineThread(
+            [core].pop, started=lambda _: None, turned=lambda _: None, failed=failures.append, clock=time.monotonic
+        )
+        for core in cores
+    ]
+    for thread in threads:
+        thread.start()
+    assert tier.is_asked.wait(60)
+    threads[1].put(Submit(TicketReceipt(NoListener(), 1), [decoding]))
+    until(lambda: decoding.is_finished or bool(failures))
+    assert not failures
+    assert not waiting.num_completion_tokens
+    tier.answers.set()
+    until(lambda: waiting.is_finished or bool(failures))
+    assert not failures
+    for thread in threads:
+        thread.stop()
+    groups[0].rounds.barrier.abort()
+    groups[0].steps.barrier.abort()
+    assert all(thread.join(60) for thread in threads)
 
 
 def test_lost_lockstep_engine_fails_others() -> None:
