@@ -297,15 +297,15 @@ class StreamAssembly:
         self._emit(self._text.flush())
         self._end(ending_of(end) if self._text.matched is None else _stop_string_ending(self._text.matched))
 
-    def lose_worker(self, why: str) -> None:
-        """Ends the stream because its worker is lost; safe to retry if the client has no message yet."""
+    def lose_worker(self, error: NoWorkerError) -> None:
+        """Ends the stream because it has no worker; safe to retry if the client has no message yet."""
         if self.is_closed:
             return
         if self.unread.has_begun:
             self.fail(WorkerLostError(self.worker_id, self.delivered))
         else:
             self.unread.clear()
-            self.fail(NoWorkerError(why))
+            self.fail(error)
 
     def end_with_router(self) -> None:
         """Ends the stream because this router ends; safe to retry if the client has no message yet."""

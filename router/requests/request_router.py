@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TypeAlias
 
 from common.delay_gate import DelayGate
-from common.errors import DeadlineError
+from common.errors import DeadlineError, NoWorkerError
 from common.limits import ORPHAN_WAIT_S, SLOW_CLIENT_TIMEOUT_S, TASK_RESTART_S
 from common.process.tasks import failed
 from common.telemetry.names import Stage
@@ -255,8 +255,9 @@ class RequestRouter:
             wanted += f" with {queued.grammar_engine}"
         if self._dispatcher.lanes.can_serve(queued.model, queued.numerics, grammar_engine=queued.grammar_engine):
             wanted += f" with room for the request's {queued.most_tokens} tokens"
-        model, wait_s = stream.request.model, self._worker_wait_s
-        stream.assembly.lose_worker(f"no worker{wanted} serves model {model!r}, for {wait_s:g} s now")
+        model, wait_s = stream.request.model, f"{self._worker_wait_s:g}"
+        why = f"no worker{wanted} serves model {model!r}, for {wait_s} s now"
+        stream.assembly.lose_worker(NoWorkerError(why, waited_s=wait_s))
         stream.wake()
 
     def _set_timer(self, now: float) -> None:

@@ -17,7 +17,7 @@ from typing import Protocol, cast
 import structlog
 from fissile.worker.v1 import worker_pb2 as wpb
 
-from common.errors import DeadlineError, PoisonRequestError, RouterFailedError
+from common.errors import DeadlineError, NoWorkerError, PoisonRequestError, RouterFailedError
 from common.limits import ALONE_S, CHARGE_OUTPUT_S, CHARGED_PER_TURN
 from common.process.tasks import failed
 from common.wire.protocol import PREFILL_FEATURE
@@ -370,7 +370,8 @@ class RunningRequests:
         elif verdict is Verdict.POISON:
             stream.fail(PoisonRequestError(stream.attempts.deaths))
         elif verdict is Verdict.GIVE_UP:
-            stream.assembly.lose_worker(f"{len(stream.attempts)} workers were lost; the last one: {why}")
+            lost = f"{len(stream.attempts)} workers were lost; the last one: {why}"
+            stream.assembly.lose_worker(NoWorkerError(lost))
         else:
             stream.queued.tokens = stream.assembly.num_tokens
             stream.queued.has_output = stream.assembly.num_tokens > len(stream.request.token_ids)

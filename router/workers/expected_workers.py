@@ -84,4 +84,5 @@ class ExpectedWorkers:
         finally:
             self._num_waiting -= 1
         if name in self.names and not self._registry.knows(name):
-            raise NoWorkerError(f"no worker serves model {name!r}, for {self._wait_s:g} s now")
+            waited_s = f"{self._wait_s:g}"
+            raise NoWorkerError(f"no worker serves model {name!r}, for {waited_s} s now", waited_s=waited_s)

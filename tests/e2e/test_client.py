@@ -304,6 +304,18 @@ def test_retries_end_after_give_up_time() -> None:
     assert Retries(["a"], 0.0).failed(error, 0) is None
 
 
+@pytest.mark.parametrize(("waited_s", "calls"), [("600", 1), ("20", 1), ("8", 3), ("soon", 31)])
+def test_repeated_waits_for_workers_fit_into_give_up_time(waited_s: str, calls: int) -> None:
+    """Former fault: after a router's wait of ten minutes for a worker the client made it wait ten minutes more."""
+    error = FissileError(grpc.StatusCode.UNAVAILABLE, "none", "NO_WORKER", {"waited_s": waited_s}, retry_after_s=1.0)
+    retries, clock, made = Retries(["a"], 30.0), error.waited_s, 1
+    while (wait_s := retries.failed(error, clock)) is not None:
+        clock += wait_s + error.waited_s
+        made += 1
+    assert made == calls
+    assert clock <= max(30.0, error.waited_s)
+
+
 def test_retry_waits_as_full_router_advises() -> None:
     full = FissileError(grpc.StatusCode.RESOURCE_EXHAUSTED, "full", "QUEUE_FULL", retry_after_s=1.5)
     assert Retries(["a"], 10.0).failed(full, 0.0) == 1.5

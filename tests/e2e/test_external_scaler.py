@@ -14,6 +14,7 @@ from fissile.peers.keda import external_scaler_pb2 as kpb
 from fissile.peers.keda.external_scaler_pb2_grpc import ExternalScalerStub
 from fissile.v1 import inference_pb2 as pb
 from fissile.v1.inference_pb2_grpc import InferenceServiceStub
+from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2
 
 from common.limits import MAX_LOAD_WATCHES
@@ -29,7 +30,7 @@ from router.security import RouterSecurity
 from tests.certificates import LOOPBACK, Authority
 from tests.e2e.fake_worker import FakeWorker, letters, short
 from tests.e2e.http_bench import facade_of
-from tests.e2e.router_bench import FILES, Bench, bench, collect, error_of, request, until, until_health
+from tests.e2e.router_bench import FILES, Bench, bench, collect, detail, error_of, request, until, until_health
 from tests.e2e.service import free_port
 
 if TYPE_CHECKING:
@@ -120,17 +121,27 @@ async def test_first_http_request_wakes_a_fleet_of_no_workers() -> None:
     await worker.stop()
 
 
-async def test_http_request_without_a_worker_in_time_gets_503() -> None:
-    options = RouterOptions(["127.0.0.1:1"], port=0, expect_models=("m",), failover=FailoverOptions(worker_wait_s=0.1))
-    router = Router(options)
+async def test_http_request_without_a_worker_in_time_gets_503(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Former fault: the facade repeated each wait for 30 s, and long ones until the request's deadline."""
+    options = RouterOptions(["127.0.0.1:1"], port=0, expect_models=("m",), failover=FailoverOptions(worker_wait_s=1.0))
+    router, waits = Router(options), list[str]()
+    wait_for_model = router.pool.expected.wait_for_model
+
+    async def counted(name: str) -> None:
+        waits.append(name)
+        await wait_for_model(name)
+
+    monkeypatch.setattr(router.pool.expected, "wait_for_model", counted)
     await router.start()
-    async with facade_of([router.server.address], give_up_s=0.0) as http:
+    async with facade_of([router.server.address], give_up_s=1.0) as http:
         refused = await http.http.post("/v1/completions", json={"model": "m", "prompt": "say it"})
         assert (refused.status_code, "'m'" in refused.text) == (503, True)
+        assert refused.headers["retry-after"] == "1"
+        assert waits == ["m"]
     await router.stop()
 
 
-async def test_facade_of_absent_workers_that_nobody_waits_for_is_not_ready() -> None:
+async def test_facade_without_workers_or_expected_models_is_not_ready() -> None:
     router = Router(RouterOptions(["127.0.0.1:1"], port=0))
     await router.start()
     async with facade_of([router.server.address]) as http:
@@ -155,6 +166,8 @@ async def test_request_without_a_worker_in_time_is_refused_by_its_model() -> Non
         refused = await error_of(made.stub.Generate(request(model="away"), timeout=60))
         assert refused.code() is grpc.StatusCode.UNAVAILABLE
         assert "'away'" in (refused.details() or "")
+        info = detail(refused, error_details_pb2.ErrorInfo)
+        assert (info.reason, dict(info.metadata)) == ("NO_WORKER", {"waited_s": "0.1"})
         assert not await is_active(stub, trigger(model="away"))
 
 

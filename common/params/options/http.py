@@ -76,7 +76,7 @@ FACADE: Final = (
     ),
     Option(
         "--give-up", "FISSILE_HTTP_GIVE_UP",
-        "How long an answer whose router is lost is continued at other routers while nothing arrives; 0s is never.",
+        "How long a call is repeated while nothing arrives, each further --worker-wait included; 0s repeats no call.",
         (HTTP,), Duration(), 30.0,
     ),
 )  # fmt: skip

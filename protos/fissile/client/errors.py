@@ -70,6 +70,14 @@ class FissileError(Exception):
         return self.reason in _GO_ON if self.reason else self.code in _BROKEN
 
     @property
+    def waited_s(self) -> float:
+        """Seconds for which the router has waited for a worker; 0 if it has not, or does not say."""
+        try:
+            return max(0.0, float(self.metadata.get("waited_s", 0.0)))
+        except ValueError:
+            return 0.0
+
+    @property
     def is_of_one_router(self) -> bool:
         """True if this router refuses for good what another may serve."""
         return self.reason in _ELSEWHERE

@@ -72,7 +72,9 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     ERROR_REASON_REQUEST_TIMEOUT: _ErrorReason.ValueType  # 17
     """DEADLINE_EXCEEDED: the message of the call did not come in time."""
     ERROR_REASON_NO_WORKER: _ErrorReason.ValueType  # 18
-    """UNAVAILABLE with RetryInfo: no worker serves the model now, and nothing has been sent."""
+    """UNAVAILABLE with RetryInfo: no worker serves the model now, and nothing has been sent. Metadata `waited_s` if the
+    router has waited for a worker for this number of seconds.
+    """
     ERROR_REASON_ROUTER_ENDING: _ErrorReason.ValueType  # 19
     """UNAVAILABLE with RetryInfo when nothing has been sent, else ABORTED: this router ends. Metadata `tokens_sent`."""
     ERROR_REASON_SERVER_ENDING: _ErrorReason.ValueType  # 20
@@ -182,7 +184,9 @@ ERROR_REASON_DEADLINE: ErrorReason.ValueType  # 16
 ERROR_REASON_REQUEST_TIMEOUT: ErrorReason.ValueType  # 17
 """DEADLINE_EXCEEDED: the message of the call did not come in time."""
 ERROR_REASON_NO_WORKER: ErrorReason.ValueType  # 18
-"""UNAVAILABLE with RetryInfo: no worker serves the model now, and nothing has been sent."""
+"""UNAVAILABLE with RetryInfo: no worker serves the model now, and nothing has been sent. Metadata `waited_s` if the
+router has waited for a worker for this number of seconds.
+"""
 ERROR_REASON_ROUTER_ENDING: ErrorReason.ValueType  # 19
 """UNAVAILABLE with RetryInfo when nothing has been sent, else ABORTED: this router ends. Metadata `tokens_sent`."""
 ERROR_REASON_SERVER_ENDING: ErrorReason.ValueType  # 20

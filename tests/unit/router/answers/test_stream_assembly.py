@@ -288,7 +288,7 @@ def test_stop_string_completed_at_end_matches() -> None:
 def test_worker_lost_before_and_after_the_first_part() -> None:
     untouched = assembly()
     untouched.append(PROMPT, [1, 2], 0.0)
-    untouched.lose_worker("gone")
+    untouched.lose_worker(NoWorkerError("gone"))
     with pytest.raises(NoWorkerError, match="gone"):
         untouched.next_chunk()
 
@@ -297,7 +297,7 @@ def test_worker_lost_before_and_after_the_first_part() -> None:
     begun.append(PROMPT, TOKENIZER.encode("a"), 0.0)
     assert begun.next_chunk() is not None
     begun.append(begun.num_tokens, TOKENIZER.encode("b"), 0.0)
-    begun.lose_worker("gone")
+    begun.lose_worker(NoWorkerError("gone"))
     rest = begun.next_chunk()
     assert rest is not None
     assert rest.text == "b"
