@@ -362,7 +362,7 @@ MAX_SMALL_CHUNKS = 4096
 # Bytes of all bodies that arrive at a facade at a time; beyond it the largest one is refused.
 MAX_UPLOAD_BYTES = 256 * MIB
 CORS_MAX_AGE_S = 600
-# How long a facade waits for a router that says its health, and keeps the answer for further probes.
+# How long a facade waits for its routers' health, less than the chart's probe, and keeps it for further probes.
 HEALTH_TIMEOUT_S = 2.0
 HEALTH_KEPT_S = 1.0
 

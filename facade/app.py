@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+import grpc
 from fissile.client import AsyncClient, FissileError
 from fissile.client.base import get_model, list_models
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -36,6 +37,8 @@ from facade.openai.sampling import error_body
 
 # Paths of Anthropic's door begin so.
 _MESSAGES: Final = "/v1/messages"
+# State of a facade that serves.
+_OK: Final = "ok"
 
 
 class FacadeHealth:
@@ -63,25 +66,37 @@ class FacadeHealth:
             if time.monotonic() - self._seen_at > HEALTH_KEPT_S:
                 self._state, self._seen_at = await self._look(), time.monotonic()
         state = "ending" if self.is_ending else self._state
-        await exchange.respond_json({"status": state}, 200 if state == "ok" else 503)
+        await exchange.respond_json({"status": state}, 200 if state == _OK else 503)
 
     async def _look(self) -> str:
+        """The state of the first router that serves, else that of the models; after HEALTH_TIMEOUT_S at the latest."""
+        checks = [self._router_state(target) for target in self._client.connection.targets]
+        looks = [asyncio.ensure_future(look) for look in (self._model_state(), *checks)]
+        try:
+            for look in asyncio.as_completed(looks):
+                if await look == _OK:
+                    return _OK
+            return looks[0].result()
+        finally:
+            for each in looks:
+                each.cancel()
+
+    async def _model_state(self) -> str:
         try:
             found = await self._client.models(timeout_s=HEALTH_TIMEOUT_S)
         except FissileError as error:
             # A router that wants a key answers.
-            return "ok" if error.reason.startswith("API_KEY") else "no router answers"
-        if any(model.ready_workers for model in found) or await self._has_serving_router():
-            return "ok"
-        return "no worker is ready"
+            return _OK if error.reason.startswith("API_KEY") else "no router answers"
+        return _OK if any(model.ready_workers for model in found) else "no worker is ready"
 
-    async def _has_serving_router(self) -> bool:
-        """True if a router reports SERVING. Without workers it does so only if requests may wait for them."""
-        request = health_pb2.HealthCheckRequest(service=READINESS)
-        stubs = [health_pb2_grpc.HealthStub(self._client.channel(each)) for each in self._client.connection.targets]
-        checks = [stub.Check(request, timeout=HEALTH_TIMEOUT_S) for stub in stubs]
-        answers = await asyncio.gather(*checks, return_exceptions=True)
-        return health_pb2.HealthCheckResponse.SERVING in [getattr(answer, "status", None) for answer in answers]
+    async def _router_state(self, target: str) -> str:
+        """`ok` if a router reports SERVING. Without workers it does so only if requests may wait for them."""
+        stub = health_pb2_grpc.HealthStub(self._client.channel(target))
+        try:
+            answer = await stub.Check(health_pb2.HealthCheckRequest(service=READINESS), timeout=HEALTH_TIMEOUT_S)
+        except grpc.RpcError:
+            return "no router answers"
+        return _OK if answer.status == health_pb2.HealthCheckResponse.SERVING else "no worker is ready"
 
 
 @dataclass(frozen=True)

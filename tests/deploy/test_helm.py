@@ -13,6 +13,7 @@ import pytest
 import yaml
 from fissile.client import AsyncClient
 
+from common.limits import HEALTH_TIMEOUT_S
 from common.params.options.types import seconds
 from facade.app import FacadeApp
 from facade.http.runner import AnswerRunner
@@ -114,7 +115,9 @@ WRONG = {
     "worker.cache.kind=hostPath": "worker.cache.name: the folder on the node",
     "worker.kind=leaderWorkerSet,worker.group.secret=s,worker.cache.kind=volumeClaim": "worker.cache.kind: volumeClaim",
     "worker.kind=leaderWorkerSet": "worker.group.secret: the Secret whose key `secret`",
-    "worker.options.dp-size=2": "the chart has no workers in lockstep (dp-size, dp-rank)",
+    "worker.options.dp-size=2": "worker.options: the chart has no workers in lockstep (dp-size, dp-rank)",
+    "worker.options.dp-rank=1": "worker.options: the chart has no workers in lockstep (dp-size, dp-rank)",
+    "router.options.dp-size=2": 'router.options: "dp-size" is no option of `fissile router`',
     "worker.enabled=false": "router.extraWorkers: name the workers",
     "facade.enabled=true,router.enabled=false": "facade needs router.enabled",
     "networkPolicy.workerCallers[0].pods=a": "additional properties 'pods' not allowed",
@@ -137,8 +140,21 @@ def test_wrong_value_is_refused_by_name(values: str) -> None:
     assert WRONG[values] in result.stderr
 
 
+@pytest.mark.parametrize("values", ["router.options=null", "worker.options=null", "worker.options.dp-size=1"])
+def test_options_that_change_nothing_are_accepted(values: str) -> None:
+    result = template("--set", values)
+    assert result.returncode == 0, result.stderr
+
+
+def test_probe_of_facade_waits_longer_than_facade_for_routers() -> None:
+    """Former fault: /health waited for two seconds twice, and a probe for two."""
+    probes = [container(each, "facade")["readinessProbe"] for each in VARIANTS if "facade" in COMPONENTS_OF[each]]
+    assert probes
+    assert all(probe["timeoutSeconds"] > HEALTH_TIMEOUT_S for probe in probes)
+
+
 def test_values_in_the_how_to_are_accepted(tmp_path: Path) -> None:
-    """Former fault: those of a model over several machines were refused."""
+    """Former fault: the values for a model over several machines were refused."""
     assert len(snippets("kubernetes.md")) == 3
     for snippet in snippets("kubernetes.md"):
         (tmp_path / "values.yaml").write_text(snippet)

@@ -233,6 +233,17 @@ async def test_probes_at_once_ask_the_routers_once(
     assert len(asked) == 1
 
 
+async def test_facade_is_healthy_beside_silent_router(
+    served: tuple[Bench, HttpBench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Former fault: the slowest of all routers decided how long a probe took."""
+    monkeypatch.setattr(app, "HEALTH_TIMEOUT_S", 600.0)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        routers = [f"127.0.0.1:{silent.getsockname()[1]}", served[0].router.server.address]
+        async with facade_of(routers) as http:
+            assert (await http.http.get("/health")).json() == {"status": "ok"}
+
+
 async def test_large_body_is_refused(served: tuple[Bench, HttpBench]) -> None:
     text = json.dumps(SAY | {"messages": [{"role": "user", "content": "a" * (17 << 20)}]})
     with contextlib.suppress(OSError):

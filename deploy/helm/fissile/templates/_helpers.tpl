@@ -39,17 +39,17 @@ labels:
 {{- define "fissile.options" -}}
 {{- $root := index . 0 -}}{{- $component := index . 1 -}}{{- $own := index . 2 -}}
 {{- $known := index ($root.Files.Get "files/options.json" | fromJson) $component -}}
-{{- $given := (index $root.Values $component).options -}}
+{{- $given := (index $root.Values $component).options | default dict -}}
 {{- $chart := list "config" "host" "port" "worker" "worker-id" "routers" "router-metrics" "admin-port" "admin-host" "metrics-port" "health-port" "scaler-port" "drain-timeout" "tls-cert" "tls-key" "tls-client-ca" "worker-ca" "worker-tls-name" "worker-client-cert" "worker-client-key" "router-identity" "router-ca" "router-tls-name" "router-client-cert" "router-client-key" "api-keys" "nnodes" "node-rank" "dist-init" "dist-secret" -}}
-{{- if or (hasKey $given "dp-size") (hasKey $given "dp-rank") -}}
-{{- fail "worker.options: the chart has no workers in lockstep (dp-size, dp-rank)" -}}
-{{- end -}}
 {{- range $name, $value := $given -}}
 {{- if not (hasKey $known $name) -}}
 {{- fail (printf "%s.options: %q is no option of `fissile %s` (docs/reference/options.md)" $component $name ($component | replace "facade" "http")) -}}
 {{- end -}}
 {{- if has $name $chart -}}
 {{- fail (printf "%s.options: the chart sets %q itself" $component $name) -}}
+{{- end -}}
+{{- if and (has $name (list "dp-size" "dp-rank")) (ne (int $value) (eq $name "dp-size" | ternary 1 0)) -}}
+{{- fail (printf "%s.options: the chart has no workers in lockstep (dp-size, dp-rank)" $component) -}}
 {{- end -}}
 {{- end -}}
 {{- merge (dict) $own $given | toJson -}}
@@ -66,7 +66,7 @@ labels:
 
 {{/* The name of the model, for autoscaling. */}}
 {{- define "fissile.model" -}}
-{{- required "autoscaling needs the name of the model: worker.options.model-name" (index .Values.worker.options "model-name") -}}
+{{- required "autoscaling needs the name of the model: worker.options.model-name" (index (.Values.worker.options | default dict) "model-name") -}}
 {{- end -}}
 
 {{/* Fields of a Pod that all components have: (list $ "router" groups). */}}
