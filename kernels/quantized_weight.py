@@ -78,7 +78,7 @@ def selected_rows(weight: QuantizedWeight, *parts: slice) -> QuantizedWeight:
 
 
 def alike_experts(experts: Iterable[ExpertWeights]) -> Iterator[ExpertWeights]:
-    """The experts, whose weights in codes all get one form; one after another if they are none."""
+    """The experts. Weights in codes are converted to one form; experts without codes are passed on one at a time."""
     each = iter(experts)
     first = next(each, None)
     if first is None:

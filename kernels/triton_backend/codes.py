@@ -72,7 +72,7 @@ def laid_out(weight: GroupedWeight, device: torch.device) -> tuple[torch.Tensor,
 def stacked(forms: list[CodeForm]) -> CodeForm:
     """The forms of several weights [N, K] that differ in their tensors alone; inputs of some may be in their order."""
     ordered = next((form.order for form in forms if form.order is not None), None)
-    # What the last columns are multiplied by is 0.
+    # Weights without an order of their own read inputs as they come. Their columns of padding are multiplied by 0.
     in_order = None if ordered is None else torch.arange(len(ordered)).to(ordered)
 
     def each(values: list[torch.Tensor | None]) -> torch.Tensor | None:

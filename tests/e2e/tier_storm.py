@@ -57,7 +57,7 @@ class DamagedStore(Protocol):
 
 @dataclass
 class StormCounts:
-    """What happened in a storm.
+    """Counts of a storm's events.
 
     Attributes:
         moved: answers that more than one worker made.
@@ -255,7 +255,7 @@ def find_damage(service: Service, store: DamagedStore, ask: Callable[[], object]
 
 
 def check_counts(counts: StormCounts, *, has_failures: bool) -> None:
-    """Checks that the storm had what it was to have, and that workers counted it; prints the numbers."""
+    """Prints the counts, and checks that every kind of event happened and that workers counted hits and faults."""
     print(f"{REQUESTS} requests, no changed token, none failed: {counts}")
     assert counts.moved > 0
     assert counts.preemptions > 0

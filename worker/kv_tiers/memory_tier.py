@@ -126,7 +126,7 @@ class MemoryTier:
         self.clear()
 
     def _count_runs(self, *names: bytes) -> None:
-        """Counts the blocks in a row that end with these kept blocks, and with the blocks behind them."""
+        """Updates the runs of these kept blocks and of the blocks behind them: consecutive kept blocks up to each."""
         left = list(names)
         while left:
             name = left.pop()
