@@ -17,8 +17,9 @@ SMALLEST_GROUP: Final = 16
 NEAREST_GROUP: Final = 32
 # Scales that `nearest_codes` tries: the number of largest size divided by each. It thus becomes about -8 or 7 scales.
 DIVISORS: Final = (*(-tenths / 10 for tenths in range(68, 92, 2)), *(tenths / 10 for tenths in range(64, 80, 2)))
-# Numbers that are rounded at once, few enough for a processor's cache.
-_PIECE: Final = 1 << 17
+# Numbers that are rounded at once: on a CPU few enough for its cache, elsewhere enough for few calls.
+_CPU_PIECE: Final = 1 << 17
+_DEVICE_PIECE: Final = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -93,31 +94,32 @@ def nearest_codes(weight: torch.Tensor) -> GroupedWeight:
     """Rounds a weight [N, K] of any float dtype to codes of 4 bits, in groups of 32 columns with bfloat16 scales.
 
     Each group's scale is the one of 20 with the least squared error, the first of equals. Only operations on single
-    numbers are used, so that every processor chooses the same. A group with a number that is not finite gets a scale
-    that is not finite.
+    numbers are used, and divisors lie on the device (PyTorch multiplies by the reciprocal of others), so that every
+    processor chooses the same. A group with a number that is not finite gets a scale that is not finite.
     """
     rows, inner = weight.shape
     groups = -(-inner // NEAREST_GROUP)
     codes = torch.empty(rows, groups * NEAREST_GROUP, dtype=torch.uint8, device=weight.device)
     scales = torch.empty(rows, groups, dtype=torch.bfloat16, device=weight.device)
-    step = max(1, _PIECE // max(1, inner))
+    step = max(1, (_CPU_PIECE if weight.is_cpu else _DEVICE_PIECE) // max(1, inner))
+    divisors = torch.tensor(DIVISORS, device=weight.device).unbind()
     for start in range(0, rows, step):
         piece = slice(start, min(start + step, rows))
         padded = torch.nn.functional.pad(weight[piece].float(), (0, codes.shape[1] - inner))
         # [32, groups]: sums over a group are sums of rows.
         numbers = padded.view(-1, NEAREST_GROUP).t().contiguous()
-        best = _best_scales(numbers)
+        best = _best_scales(numbers, divisors)
         scales[piece] = best.view(-1, groups).bfloat16()
         codes[piece] = _rounded(numbers, best).add_(8.0).to(torch.uint8).t().reshape(-1, codes.shape[1])
     return GroupedWeight(codes[:, :inner].contiguous(), 4, NEAREST_GROUP, scales)
 
 
-def _best_scales(numbers: torch.Tensor) -> torch.Tensor:
+def _best_scales(numbers: torch.Tensor, divisors: Sequence[torch.Tensor]) -> torch.Tensor:
     """float32 [groups], exact in bfloat16: the best scale for each column of float32 numbers [32, groups]."""
     low, high = numbers.amin(0), numbers.amax(0)
     largest = torch.where(low.neg() > high, low, high)
-    best, least = (largest / DIVISORS[0]).bfloat16().float(), torch.full_like(largest, torch.inf)
-    for divisor in DIVISORS:
+    best, least = (largest / divisors[0]).bfloat16().float(), torch.full_like(largest, torch.inf)
+    for divisor in divisors:
         scale = (largest / divisor).bfloat16().float()
         error = _rounded(numbers, scale).mul_(scale).sub_(numbers).square_()
         height = len(error)
