@@ -248,11 +248,13 @@ _SWIZZLE = 8
 _SORT_BLOCK = 2048
 
 
-def tiles_for(settings: Settings, num_pairs: int, num_experts: int, x_size: int, weight_size: int) -> Tiles:
+def tiles_for(
+    settings: Settings, num_pairs: int, num_experts: int, x_size: int, weight_size: int, in_codes: bool
+) -> Tiles:
     """Tiles of a product of experts. Rows of a tile are pairs of one expert; batch-invariant mode always has 64 rows.
 
     Otherwise tiles follow the mean number of pairs per expert: few rows need many bytes of weights in flight, and many
-    rows gain from larger tiles.
+    rows gain from larger tiles. The number of rows is the same for both products of a layer, whatever their weights.
 
     Args:
         settings: target and mode.
@@ -260,6 +262,7 @@ def tiles_for(settings: Settings, num_pairs: int, num_experts: int, x_size: int,
         num_experts: E of this rank.
         x_size: bytes of a number of x.
         weight_size: bytes of a number of the weights.
+        in_codes: True if the weights are codes.
     """
     large_memory = settings.target.shared_bytes > 100_000 and not settings.target.is_amd
     rows = 64
@@ -267,6 +270,9 @@ def tiles_for(settings: Settings, num_pairs: int, num_experts: int, x_size: int,
         rows = min(128, max(16, triton.next_power_of_2(num_pairs // num_experts)))
     # For narrow weights, a whole group of scales in a step.
     inner = (128 if weight_size == x_size and rows >= 64 else 256) // x_size
+    if in_codes and x_size == 4 and not settings.target.is_amd:
+        # NVIDIA multiplies float32 without matrix instructions: wider tiles keep up to 2,400 registers in memory.
+        return Tiles(rows, 32, inner, 4 if rows < 64 else 8, 3 if large_memory else 2)
     if rows < 64:
         return Tiles(rows, 64, inner, 4, 4 if large_memory else 2)
     return Tiles(rows, 128, inner, 8 if rows == 128 else 4, 3 if large_memory else 2)
@@ -298,7 +304,14 @@ def moe(
     num_experts, hidden, _ = packed.down.numbers.shape
     inner = packed.gate_up.numbers.shape[1] // 2
     up_tiles, down_tiles = (
-        tiles_for(settings, ids.numel(), num_experts, _x_size(x, weights), weights.numbers.element_size())
+        tiles_for(
+            settings,
+            ids.numel(),
+            num_experts,
+            _x_size(x, weights),
+            weights.numbers.element_size(),
+            weights.codes is not None,
+        )
         for weights in (packed.gate_up, packed.down)
     )
     work = _sorted(ids, packed.first, num_experts, up_tiles.rows)

@@ -60,10 +60,8 @@ def test_products_of_captured_steps(target: str) -> None:
             for operands in OPERANDS:
                 found, expected = (cut(settings, operands, shape.rows, columns, inner) for shape in (captured, own))
                 assert replace(found, split=expected.split) == expected
-        for x_size, weight_size in ((4, 4), (4, 1), (2, 2), (2, 1), (1, 1)):
-            of_experts = {
-                experts.tiles_for(settings, 8 * shape.rows, 128, x_size, weight_size) for shape in (captured, own)
-            }
+        for sizes in ((4, 4, False), (4, 1, False), (4, 1, True), (2, 2, False), (2, 1, True), (1, 1, False)):
+            of_experts = {experts.tiles_for(settings, 8 * shape.rows, 128, *sizes) for shape in (captured, own)}
             assert len(of_experts) == 1
 
 

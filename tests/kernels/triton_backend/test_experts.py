@@ -368,5 +368,16 @@ def test_no_choice_needs_more_tiles(num_pairs: int, num_experts: int) -> None:
 def test_tiles_depend_on_pair_count_only_when_tuned() -> None:
     tuned = Settings(TARGETS[INTERPRETER], batch_invariant=False)
     pairs = (1, 64, 1000, 100_000)
-    assert len({experts.tiles_for(INVARIANT, count, 8, 2, 2) for count in pairs}) == 1
-    assert [experts.tiles_for(tuned, count, 8, 2, 2).rows for count in pairs] == [16, 16, 128, 128]
+    assert len({experts.tiles_for(INVARIANT, count, 8, 2, 2, False) for count in pairs}) == 1
+    assert [experts.tiles_for(tuned, count, 8, 2, 2, False).rows for count in pairs] == [16, 16, 128, 128]
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("is_invariant", [True, False])
+def test_both_products_have_tiles_of_as_many_rows(target: str, is_invariant: bool) -> None:
+    settings = Settings(TARGETS[target], is_invariant)
+    for num_pairs in (1, 256, 512, 4096):
+        of_float32 = ((4, 4, False), (4, 1, False), (4, 1, True))
+        of_half = ((2, 2, False), (2, 1, False), (2, 1, True))
+        for kinds in (of_float32, of_half):
+            assert len({experts.tiles_for(settings, num_pairs, 8, *kind).rows for kind in kinds}) == 1
