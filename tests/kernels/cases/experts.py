@@ -87,22 +87,45 @@ def _moe(
     return Case(run, matrix=frozenset({"_grouped_product_kernel"}))
 
 
-def _run_codes(settings: Settings) -> None:
-    """GPTQ with act-order, of Qwen3-30B-A3B."""
+def _run_codes(
+    dtype: torch.dtype,
+    bits: int,
+    group: int,
+    scale: torch.dtype,
+    settings: Settings,
+    has_zeros: bool = False,
+    has_offsets: bool = False,
+    has_order: bool = False,
+) -> None:
+    """Experts of Qwen3-30B-A3B in codes."""
     num_experts, hidden, inner = QWEN3
 
     def codes(rows: int, width: int) -> experts.StackedWeights:
-        groups = width // 128
-        zeros = torch.empty(num_experts, groups, rows, dtype=torch.uint8)
-        order = torch.empty(num_experts, width, dtype=torch.int32)
-        scales = torch.empty(num_experts, groups, rows, dtype=torch.float16)
-        numbers = torch.empty(num_experts, rows, width // 2, dtype=torch.uint8)
-        return experts.StackedWeights(numbers, scales, None, codes=CodeForm(4, 128, zeros, None, order))
+        of_groups = (num_experts, width // group, rows)
+        form = CodeForm(
+            bits,
+            group,
+            torch.empty(of_groups, dtype=torch.uint8) if has_zeros else None,
+            torch.empty(of_groups) if has_offsets else None,
+            torch.empty(num_experts, width, dtype=torch.int32) if has_order else None,
+        )
+        numbers = torch.empty(num_experts, rows, width * bits // 8, dtype=torch.uint8)
+        return experts.StackedWeights(numbers, torch.empty(of_groups, dtype=scale), None, codes=form)
 
     gate_up, down = codes(2 * inner, hidden), codes(hidden, inner)
     ids, weights = torch.empty(8, 8, dtype=torch.int64), torch.empty(8, 8)
-    x = torch.empty(8, hidden, dtype=torch.bfloat16)
+    x = torch.empty(8, hidden, dtype=dtype)
     experts.moe(x, ids, weights, experts.PackedExperts(0, gate_up, down, None), settings)
+
+
+def _codes(dtype: torch.dtype, bits: int, group: int, scale: torch.dtype, spills: int = 0, **parts: bool) -> Case:
+    # NVIDIA's matrix instructions do not multiply float32 as such.
+    matrix = frozenset[str]() if dtype == torch.float32 else frozenset({"_grouped_product_kernel"})
+    return Case(
+        lambda settings: _run_codes(dtype, bits, group, scale, settings, **parts),
+        matrix,
+        (("_grouped_product_kernel", spills),),
+    )
 
 
 QWEN3 = (128, 2048, 768)
@@ -128,7 +151,18 @@ CASES: dict[str, Case] = {
         matrix=frozenset({"_grouped_product_kernel"}),
     ),
     "moe-fp8-blocks": Case(_run_blocks, matrix=frozenset({"_grouped_product_kernel"})),
-    # Four registers on sm_90, with a pipeline of three stages.
-    "moe-codes": Case(_run_codes, frozenset({"_grouped_product_kernel"}), spills=(("_grouped_product_kernel", 4),)),
+    # GPTQ with act-order. Four registers on sm_90, with a pipeline of three stages.
+    "moe-codes": _codes(torch.bfloat16, 4, 128, torch.float16, spills=4, has_zeros=True, has_order=True),
+    # GGUF's Q4_K; registers on sm_90, here and below.
+    "moe-codes-offsets": _codes(torch.bfloat16, 4, 32, torch.float32, spills=8, has_zeros=True, has_offsets=True),
+    # GGUF's Q6_K, as a GPU keeps it.
+    "moe-codes-8-bits": _codes(torch.bfloat16, 8, 16, torch.float32),
+    "moe-codes-8-bits-offsets": _codes(torch.bfloat16, 8, 32, torch.float32, spills=6, has_offsets=True),
+    # `--quantize int4`.
+    "moe-codes-fp16": _codes(torch.float16, 4, 32, torch.bfloat16),
+    "moe-codes-float32": _codes(torch.float32, 4, 32, torch.bfloat16),
+    "moe-codes-float32-offsets": _codes(
+        torch.float32, 4, 32, torch.float32, spills=2, has_zeros=True, has_offsets=True
+    ),
     "moe-mxfp4": _moe(GPT_OSS, 4, torch.bfloat16, torch.float4_e2m1fn_x2, CLAMP),
 }

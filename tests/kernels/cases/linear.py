@@ -63,6 +63,7 @@ def codes(
     has_zeros: bool = False,
     has_offsets: bool = False,
     has_order: bool = False,
+    dtype: torch.dtype = BF16,
 ) -> None:
     groups = -(-inner // group)
     weight = GroupedWeight(
@@ -74,7 +75,7 @@ def codes(
         torch.empty(N, groups) if has_offsets else None,
         torch.arange(inner) if has_order else None,
     )
-    multiply(from_codes(weight, None, BF16, torch.device("cpu")), settings, *rows)
+    multiply(from_codes(weight, None, dtype, torch.device("cpu")), settings, *rows)
 
 
 def w8a8(settings: Settings) -> None:
@@ -87,10 +88,9 @@ def argmax(settings: Settings) -> None:
     linear.argmax(torch.empty(FEW, K, dtype=BF16), packed, 151_669, settings)
 
 
-def argmax_of_codes(settings: Settings) -> None:
-    """A head of `--quantize int4`."""
-    numbers, scales = torch.empty(8, K // 2, dtype=torch.uint8), torch.empty(K // 32, 8, dtype=BF16)
-    packed = PackedWeight(numbers, scales, None, BF16, 151_936, K, codes=CodeForm(4, 32))
+def argmax_of_codes(bits: int, group: int, scale: torch.dtype, settings: Settings) -> None:
+    numbers, scales = torch.empty(8, K * bits // 8, dtype=torch.uint8), torch.empty(K // group, 8, dtype=scale)
+    packed = PackedWeight(numbers, scales, None, BF16, 151_936, K, codes=CodeForm(bits, group))
     linear.argmax(torch.empty(FEW, K, dtype=BF16), packed, 151_669, settings)
 
 
@@ -115,9 +115,19 @@ CASES = {
     # GGUF's Q4_K and Q6_K.
     "offsets": Case(partial(codes, rows=(FEW,), group=32, has_zeros=True, has_offsets=True), MATRIX),
     "codes of 8 bits": Case(partial(codes, rows=(FEW,), bits=8, group=16), MATRIX),
+    "offsets of 8 bits": Case(partial(codes, rows=(FEW,), bits=8, group=32, has_offsets=True), MATRIX),
+    "codes with float16": Case(partial(codes, rows=(FEW,), group=32, dtype=FP16), MATRIX),
+    "codes with float32": Case(partial(codes, rows=(FEW,), group=32, dtype=torch.float32)),
+    # 44 registers on sm_90, which multiplies float32 without matrix instructions.
+    "offsets with float32": Case(
+        partial(codes, rows=(FEW,), group=32, has_zeros=True, has_offsets=True, dtype=torch.float32),
+        spills=(("_linear_kernel", 44),),
+    ),
     "w8a8": Case(w8a8, MATRIX),
     # Two registers outside the loop over K: on an H200 the head's product takes what reading its weight takes.
     "argmax": Case(argmax, frozenset({"_tile_best_kernel"}), (("_tile_best_kernel", 2),)),
-    "argmax of codes": Case(argmax_of_codes, frozenset({"_tile_best_kernel"})),
+    # Heads of `--quantize int4` and, in GGUF's Q6_K, of 8 bits.
+    "argmax of codes": Case(partial(argmax_of_codes, 4, 32, BF16), frozenset({"_tile_best_kernel"})),
+    "argmax of codes of 8 bits": Case(partial(argmax_of_codes, 8, 16, torch.float32), frozenset({"_tile_best_kernel"})),
     "heads": Case(heads, MATRIX),
 }
