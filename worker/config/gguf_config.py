@@ -1,7 +1,7 @@
 """config.json of a model whose GGUF file has none, from the file's metadata.
 
-Every entry that an architecture's converter in llama.cpp may write is either read or known to have no effect; any other
-entry of the architecture is refused.
+An entry of the architecture is read, or is in `_KNOWN`, or is refused. Entries of sampling and of the tokenizer that
+the worker cannot follow are refused too.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from common.files import UnreadableFileError
 from common.limits import MAX_MODEL_LAYERS
 from worker.config.architectures import support_model_arch_dict
 from worker.config.gguf_file import GgufArray, GgufModel, printable
-from worker.config.gguf_tokenizer import end_ids
+from worker.config.gguf_tokenizer import end_ids, token_id
 
-# Entries that any architecture may have and that need not be read: without effect on numbers, or of a rope scaling that
-# the model does not have.
+# Entries that are ignored where an architecture does not read them: they change no number of a text, or belong to a
+# rope scaling that the model does not have.
 _KNOWN: Final = frozenset(
     (
         "vocab_size",
@@ -40,6 +40,26 @@ _KNOWN: Final = frozenset(
 _SOFTMAX: Final = 1
 _SIGMOID: Final = 2
 _WINDOW: Final = "attention.sliding_window"
+# Entries for sampling -> parameters of a request that leaves them out.
+_SAMPLING: Final = {
+    "temp": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "penalty_repeat": "repetition_penalty",
+}
+# Entries that change answers, and that the worker does not follow -> values without effect.
+_WITHOUT_EFFECT: Final[Mapping[str, tuple[object, ...]]] = {
+    "general.sampling.sequence": (),
+    "general.sampling.mirostat": (0,),
+    "general.sampling.xtc_probability": (0,),
+    "general.sampling.penalty_last_n": (-1,),
+    "tokenizer.ggml.suppress_tokens": (),
+    "tokenizer.ggml.add_sep_token": (False,),
+    "tokenizer.ggml.remove_extra_whitespaces": (False,),
+    "tokenizer.ggml.normalizer.lowercase": (False,),
+    "tokenizer.ggml.normalizer.strip_accents": (False,),
+}
 # Types in which a file may store all of its weights -> dtype of the model.
 _DTYPES: Final = {frozenset(("F32",)): "float32", frozenset(("F16",)): "float16", frozenset(("F32", "F16")): "float16"}
 
@@ -56,12 +76,15 @@ class _Entries:
         """Reads an entry; of a list with one entry per layer the value that all layers have.
 
         Raises:
-            UnreadableFileError: it differs by layer, or is missing and there is no default.
+            UnreadableFileError: it differs by layer or has another number of them, or is missing and has no default.
         """
         self._read.add(name)
         key = self._prefix + name
         value: Any = self.model.metadata.get(key, default)
         if isinstance(value, GgufArray):
+            layers = self.model.metadata.get(f"{self._prefix}block_count")
+            if value.num_items != layers:
+                raise self.fault(f"{key} lists {value.num_items} values for {printable(str(layers))} layers")
             values = set(self.model.numbers(key))
             if len(values) != 1:
                 raise UnreadableFileError(f"{self.model.path}: {key} differs by layer, which is not supported")
@@ -135,12 +158,30 @@ def gguf_config(model: GgufModel) -> dict[str, Any]:
     if name not in served:
         found = printable(name) if isinstance(name, str) else "without a name"
         raise UnreadableFileError(f"{model.path} has the architecture {found}; supported: {', '.join(served)}")
+    _check_without_effect(model)
     architecture, settings = served[str(name)]
     entries = _Entries(model, str(name))
     config = _common(entries) | {"architectures": [architecture]}
     config |= settings(entries, config)
     entries.check_all_read()
+    rope = config["rope_parameters"].get("full_attention", config["rope_parameters"])
+    if rope["rope_type"] == "longrope" and "long_factor" not in rope:
+        raise entries.fault("rope.scaling.type longrope is supported for phi3 alone, with factors")
     return config
+
+
+def gguf_sampling(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Entries of generation_config.json that a GGUF file has; empty for settings from another file."""
+    found = config.get("gguf_sampling")
+    return found if isinstance(found, dict) else {}
+
+
+def _check_without_effect(model: GgufModel) -> None:
+    for key, ignored in _WITHOUT_EFFECT.items():
+        value = model.metadata.get(key)
+        is_empty = isinstance(value, GgufArray) and not value.num_items
+        if value is not None and value not in ignored and not is_empty:
+            raise UnreadableFileError(f"{model.path}: {key} is not supported")
 
 
 def _common(entries: _Entries) -> dict[str, Any]:
@@ -171,8 +212,14 @@ def _common(entries: _Entries) -> dict[str, Any]:
         "mlp_bias": "blk.0.ffn_up.bias" in model.tensors,
         "rope_parameters": _rope(entries),
         "dtype": _DTYPES.get(weights, "bfloat16"),
-        "bos_token_id": model.metadata.get("tokenizer.ggml.bos_token_id"),
+        "bos_token_id": token_id(model, "bos"),
         "eos_token_id": end_ids(model),
+        # Marks the settings as those of a GGUF file.
+        "gguf_sampling": {
+            ours: _rounded(value)
+            for theirs, ours in _SAMPLING.items()
+            if isinstance(value := model.metadata.get(f"general.sampling.{theirs}"), int | float)
+        },
     }
 
 
@@ -187,7 +234,7 @@ def _rope(entries: _Entries) -> dict[str, Any]:
     kind = entries.get("rope.scaling.type", "linear" if entries.get("rope.scaling.factor", 0.0) else "none")
     factors = entries.model.floats("rope_freqs.weight")
     if factors:
-        if kind not in ("none", "longrope"):
+        if kind != "none":
             what = f"rope_freqs.weight together with rope.scaling.type {printable(str(kind))}"
             raise UnreadableFileError(f"{entries.model.path} has {what}, which is not supported")
         # Llama 3's scaling: factors for each wavelength, whatever the length of a sequence.
@@ -195,7 +242,7 @@ def _rope(entries: _Entries) -> dict[str, Any]:
         both = {"short_factor": factors, "long_factor": factors, "attention_factor": 1.0, "factor": 1.0}
         return theta | {"rope_type": "longrope", "original_max_position_embeddings": length} | both
     if kind in ("none", "longrope"):
-        return theta | {"rope_type": "default"}
+        return theta | {"rope_type": "default" if kind == "none" else kind}
     scaling = {"rope_type": kind, "factor": _rounded(entries.get("rope.scaling.factor"))}
     if kind == "yarn":
         scaling["original_max_position_embeddings"] = entries.count("rope.scaling.original_context_length")
@@ -242,7 +289,7 @@ def _qwen3(entries: _Entries, config: dict[str, Any]) -> dict[str, Any]:
 
 def _mixture(entries: _Entries, config: dict[str, Any]) -> dict[str, Any]:
     _whole_heads(entries, config)
-    if entries.get("expert_gating_func", _SOFTMAX) != _SOFTMAX:
+    if (entries.get("expert_gating_func", 0) or _SOFTMAX) != _SOFTMAX:
         raise entries.fault(f"expert_gating_func must be {_SOFTMAX}, softmax")
     return {
         "num_experts": entries.count("expert_count"),
@@ -265,7 +312,7 @@ def _qwen3moe(entries: _Entries, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _part(rotated: int, head_dim: int) -> float:
-    """`partial_rotary_factor` of which that many dimensions of a head follow."""
+    """Factor that rotates `rotated` of `head_dim` dimensions."""
     factor = min(rotated, head_dim) / head_dim
     return factor if int(head_dim * factor) >= min(rotated, head_dim) else math.nextafter(factor, 1.0)
 
@@ -273,11 +320,13 @@ def _part(rotated: int, head_dim: int) -> float:
 def _phi3(entries: _Entries, config: dict[str, Any]) -> dict[str, Any]:
     head_dim, rope = config["head_dim"], dict(config["rope_parameters"])
     rope["partial_rotary_factor"] = _part(entries.count("rope.dimension_count", head_dim), head_dim)
-    longs = entries.model.floats("rope_factors_long.weight")
+    longs, shorts = (entries.model.floats(f"rope_factors_{each}.weight") for each in ("long", "short"))
     factor = entries.get("rope.scaling.attn_factor", 1.0)
-    if longs:
+    if longs or shorts:
+        if not longs or not shorts or "long_factor" in rope or rope["rope_type"] not in ("default", "longrope"):
+            raise entries.fault("rope_factors_long and rope_factors_short need each other, and no further rope scaling")
         rope |= {"rope_type": "longrope", "attention_factor": _rounded(factor), "long_factor": longs}
-        rope["short_factor"] = entries.model.floats("rope_factors_short.weight")
+        rope["short_factor"] = shorts
         rope["original_max_position_embeddings"] = entries.count("rope.scaling.original_context_length")
     window = entries.get(_WINDOW, 0)
     return {"model_type": "phi3", "rope_parameters": rope, "sliding_window": window or None}
@@ -285,6 +334,9 @@ def _phi3(entries: _Entries, config: dict[str, Any]) -> dict[str, Any]:
 
 def _granite(entries: _Entries, config: dict[str, Any]) -> dict[str, Any]:
     _whole_heads(entries, config)
+    # For these two architectures llama.cpp rotates heads unless this entry is false.
+    if entries.get("rope.scaling.finetuned", True) is not True:
+        raise entries.fault("rope.scaling.finetuned is false, which is not supported for this architecture")
     names = {"attention_multiplier": "attention.scale", "embedding_multiplier": "embedding_scale"}
     names |= {"residual_multiplier": "residual_scale", "logits_scaling": "logit_scale"}
     return {"model_type": "granite"} | {name: _rounded(entries.get(key)) for name, key in names.items()}
@@ -299,7 +351,7 @@ def _granitemoe(entries: _Entries, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _smollm3(entries: _Entries, config: dict[str, Any]) -> dict[str, Any]:
-    """llama.cpp rotates in three of four layers, and no entry says so."""
+    """Settings of SmolLM3: three of four layers rotate, which no entry says."""
     _whole_heads(entries, config)
     layers = range(1, min(config["num_hidden_layers"], MAX_MODEL_LAYERS) + 1)
     return {"model_type": "smollm3", "no_rope_layers": [int(layer % 4 > 0) for layer in layers]}
@@ -317,7 +369,7 @@ def _gemma(entries: _Entries, config: dict[str, Any], largest: int) -> dict[str,
 
 
 def _layer_types(entries: _Entries, config: dict[str, Any], pattern: int) -> list[str]:
-    """Layers with a sliding window: from a list, or all but each last one of `pattern` layers."""
+    """Layers with a sliding window: from a list, or every layer but each `pattern`-th."""
     name = f"{_WINDOW}_pattern"
     count = min(config["num_hidden_layers"], MAX_MODEL_LAYERS)
     slides = entries.flags(name)
@@ -369,7 +421,7 @@ def _olmo2(entries: _Entries, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _gpt_oss(entries: _Entries, config: dict[str, Any]) -> dict[str, Any]:
-    """gpt-oss does not round the borders of yarn, and no entry says so."""
+    """Settings of gpt-oss: its yarn does not round borders, which no entry says."""
     _whole_heads(entries, config)
     rope = config["rope_parameters"]
     return {
@@ -396,7 +448,7 @@ def _grouped(entries: _Entries, config: dict[str, Any]) -> dict[str, Any]:
         "num_experts_per_tok": entries.count("expert_used_count"),
         "n_shared_experts": entries.count("expert_shared_count"),
         "moe_intermediate_size": entries.count("expert_feed_forward_length"),
-        "routed_scaling_factor": _rounded(entries.get("expert_weights_scale", 1.0)),
+        "routed_scaling_factor": _rounded(entries.get("expert_weights_scale", 0.0)) or 1.0,
         "norm_topk_prob": entries.get("expert_weights_norm", False),
         "n_group": entries.count("expert_group_count", 1),
         "topk_group": entries.count("expert_group_used_count", 1),
@@ -404,7 +456,7 @@ def _grouped(entries: _Entries, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _glm4moe(entries: _Entries, config: dict[str, Any]) -> dict[str, Any]:
-    if entries.get("expert_gating_func", _SIGMOID) != _SIGMOID:
+    if (entries.get("expert_gating_func", 0) or _SIGMOID) != _SIGMOID:
         raise entries.fault(f"expert_gating_func must be {_SIGMOID}, sigmoid")
     rotated = entries.count("rope.dimension_count", config["head_dim"])
     rope = config["rope_parameters"] | {"partial_rotary_factor": _part(rotated, config["head_dim"])}
@@ -415,7 +467,7 @@ def _glm4moe(entries: _Entries, config: dict[str, Any]) -> dict[str, Any]:
 def _deepseek2(entries: _Entries, config: dict[str, Any]) -> dict[str, Any]:
     """DeepSeek-V2, or V3's form: experts scored by sigmoid, with a bias for their choice."""
     has_bias = any(name.endswith(".exp_probs_b.bias") for name in entries.model.tensors)
-    gating = entries.get("expert_gating_func", _SIGMOID if has_bias else _SOFTMAX)
+    gating = entries.get("expert_gating_func", 0) or (_SIGMOID if has_bias else _SOFTMAX)
     if gating not in (_SOFTMAX, _SIGMOID):
         raise entries.fault(f"expert_gating_func must be {_SOFTMAX}, softmax, or {_SIGMOID}, sigmoid")
     rope = dict(config["rope_parameters"])

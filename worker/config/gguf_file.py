@@ -1,8 +1,9 @@
 """Reads GGUF files, the format of llama.cpp: metadata, and the type and place of every tensor. No weights here.
 
-Each number of a file is checked against the size of the file before it is used, so a hostile file costs no more time
-and memory than its own header. Strings and numbers of arrays, such as the vocabulary, are decoded when they are asked
-for. The reader of the `gguf` package checks neither counts nor lengths, and makes several objects for each string.
+Each number of a file is checked against the size of the file before it is used, so a hostile file costs time and memory
+by the bytes that it has, not by the numbers in it. Strings and numbers of arrays, such as the vocabulary, are decoded
+when they are asked for. The reader of the `gguf` package checks neither counts nor lengths, and makes several objects
+for each string.
 """
 
 from __future__ import annotations

@@ -23,13 +23,15 @@ _CONTROL: Final = 3
 _USER_DEFINED: Final = 4
 _UNUSED: Final = 5
 _SPACE: Final = "\u2581"
-# Control tokens that end a turn, beside those that metadata names: llama.cpp ends at them too.
+# Tokens that end a turn, beside those that metadata names: llama.cpp ends at them too.
 _ENDS: Final = frozenset(
     (
         *("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>", "<|end_of_text|>"),
-        *("</s>", "<|return|>", "<|call|>", "[EOT]", "[EOS]", "<\uff5cend\u2581of\u2581sentence\uff5c>"),
+        *("<|return|>", "<|call|>", "[EOT]", "[EOS]", "<\uff5cend\u2581of\u2581sentence\uff5c>"),
     )
 )
+# Ends a turn if it is a control token; Gemma's vocabulary has it as a tag of HTML.
+_CONTROL_END: Final = "</s>"
 # gpt-oss ends each message of a turn with <|end|>, and the turn with one of these.
 _HARMONY: Final = ("<|return|>", "<|call|>")
 
@@ -95,6 +97,8 @@ _ROLES: Final = {
     "unk_token": "unknown_token_id",
     "pad_token": "padding_token_id",
 }
+# Ids that llama.cpp gives a SentencePiece vocabulary without these entries.
+_DEFAULT_IDS: Final = {"bos": 1, "eos": 2, "unknown": 0}
 
 
 def gguf_tokenizer_files(model: GgufModel) -> dict[str, bytes]:
@@ -122,18 +126,29 @@ def gguf_tokenizer_files(model: GgufModel) -> dict[str, bytes]:
 
 
 def end_ids(model: GgufModel) -> list[int]:
-    """Ids that end an answer: from metadata, and of control tokens that end a turn by their name.
+    """Ids that end an answer: from metadata, and of tokens that end a turn by their name.
 
     Raises:
         UnreadableFileError: the vocabulary is not well-formed.
     """
     tokens = _tokens(model)
-    of_metadata = [model.metadata.get(f"{_PREFIX}{name}_token_id") for name in ("eos", "eot", "eom")]
+    of_metadata = [token_id(model, name) for name in ("eos", "eot", "eom")]
     ids = [id for id in of_metadata if type(id) is int and 0 <= id < len(tokens)]
-    types = _types(model, len(tokens))
-    ends = _ENDS - {"<|end|>"} if set(_HARMONY) <= set(tokens) else _ENDS
-    ids += [id for id, token in enumerate(tokens) if token in ends and types[id] == _CONTROL]
+    types, ends = _types(model, tokens), _ends(tokens)
+    ids += [id for id, token in enumerate(tokens) if token in ends]
+    ids += [id for id, token in enumerate(tokens) if token == _CONTROL_END and types[id] == _CONTROL]
     return list(dict.fromkeys(ids))
+
+
+def token_id(model: GgufModel, name: str) -> object:
+    """Id of a special token such as `bos`, as metadata has it; None without one."""
+    default = _DEFAULT_IDS.get(name) if model.metadata.get(f"{_PREFIX}model") == "llama" else None
+    return model.metadata.get(f"{_PREFIX}{name}_token_id", default)
+
+
+def _ends(tokens: list[str]) -> frozenset[str]:
+    """Tokens that end a turn in this vocabulary."""
+    return _ENDS - {"<|end|>"} if set(_HARMONY) <= set(tokens) else _ENDS
 
 
 def _tokens(model: GgufModel) -> list[str]:
@@ -143,7 +158,7 @@ def _tokens(model: GgufModel) -> list[str]:
         UnreadableFileError: a token is too long, or there twice.
     """
     tokens = model.strings(f"{_PREFIX}tokens")
-    types = _types(model, len(tokens))
+    types = _stored_types(model, len(tokens))
     while tokens and types[len(tokens) - 1] == _UNUSED:
         tokens.pop()
     tokens = [token or f"[EMPTY_{id}]" for id, token in enumerate(tokens)]
@@ -156,9 +171,16 @@ def _tokens(model: GgufModel) -> list[str]:
     return tokens
 
 
-def _types(model: GgufModel, count: int) -> Sequence[float]:
-    """Type of each of `count` tokens, or more."""
-    types = model.numbers(f"{_PREFIX}token_type") or [1] * count
+def _types(model: GgufModel, tokens: list[str]) -> list[float]:
+    """Type of each token; control for tokens that end a turn, whatever the file says, as in llama.cpp."""
+    ends = _ends(tokens)
+    stored = zip(tokens, _stored_types(model, len(tokens)), strict=False)
+    return [_CONTROL if token in ends else kind for token, kind in stored]
+
+
+def _stored_types(model: GgufModel, count: int) -> Sequence[float]:
+    """Type of each of `count` tokens, or more, as the file has them."""
+    types = model.numbers(f"{_PREFIX}token_type") or [_NORMAL] * count
     if len(types) < count:
         raise UnreadableFileError(f"{model.path}: {_PREFIX}token_type has {len(types)} items for {count} tokens")
     return types
@@ -168,7 +190,7 @@ def _named_ids(model: GgufModel, count: int) -> dict[str, int]:
     """Ids of special tokens by their names in tokenizer_config.json."""
     ids = {}
     for role, name in _ROLES.items():
-        id = model.metadata.get(_PREFIX + name)
+        id = token_id(model, name.removesuffix("_token_id"))
         if id is None:
             continue
         if type(id) is not int or not 0 <= id < count:
@@ -223,7 +245,10 @@ def _pre_tokenizer(pieces: tuple[str, ...]) -> dict[str, Any]:
 def _merges(model: GgufModel, vocab: Mapping[str, int]) -> list[list[str]]:
     if f"{_PREFIX}merges" not in model.metadata and model.metadata.get(f"{_PREFIX}model") == "gpt2":
         raise UnreadableFileError(f"{model.path} has no {_PREFIX}merges; convert the model again")
-    merges = [merge.split(" ") for merge in model.strings(f"{_PREFIX}merges")]
+    stored = model.strings(f"{_PREFIX}merges")
+    if len(set(stored)) < len(stored):
+        raise UnreadableFileError(f"{model.path}: {_PREFIX}merges has a merge twice")
+    merges = [merge.split(" ") for merge in stored]
     for merge in merges:
         if len(merge) != 2 or any(part not in vocab for part in (*merge, "".join(merge))):
             found = printable(" ".join(merge))
@@ -247,7 +272,7 @@ def _bpe(vocab: Mapping[str, int], merges: list[list[str]], **settings: Any) -> 
 
 def _added_tokens(model: GgufModel, tokens: list[str]) -> list[dict[str, Any]]:
     """Tokens that are matched as a whole before a text is cut."""
-    types = _types(model, len(tokens))
+    types = _types(model, tokens)
     # Phi-3's special tokens take the white space behind them. Its file says so nowhere, and llama.cpp knows it too.
     strips = model.metadata.get("general.architecture") == "phi3" and model.metadata[f"{_PREFIX}model"] == "llama"
     keep = ("<unk>", "<s>", "<|endoftext|>")
@@ -257,7 +282,7 @@ def _added_tokens(model: GgufModel, tokens: list[str]) -> list[dict[str, Any]]:
             "content": token,
             "single_word": False,
             "lstrip": False,
-            "rstrip": strips and (types[id] == _CONTROL or token == "</s>") and token not in keep,
+            "rstrip": strips and (types[id] == _CONTROL or token == _CONTROL_END) and token not in keep,
             "normalized": False,
             "special": types[id] == _CONTROL,
         }
@@ -310,7 +335,7 @@ def _sentence_piece(model: GgufModel, tokens: list[str]) -> dict[str, Any]:
         raise UnreadableFileError(f"{model.path}: {_PREFIX}scores has {len(scores)} items for {len(tokens)} tokens")
     if any(map(math.isnan, scores)):
         raise UnreadableFileError(f"{model.path}: {_PREFIX}scores has items that are not numbers")
-    types, special = _types(model, len(tokens)), {each["id"] for each in added}
+    types, special = _types(model, tokens), {each["id"] for each in added}
     mergeable = {
         token: id for token, id in vocab.items() if types[id] in (_NORMAL, _USER_DEFINED) and id not in special
     }

@@ -24,7 +24,7 @@ from worker.config.architectures import (
     support_model_arch_dict,
     text_part_arch_dict,
 )
-from worker.config.gguf_config import gguf_config
+from worker.config.gguf_config import gguf_config, gguf_sampling
 from worker.config.gguf_file import gguf_files, read_gguf
 from worker.config.quantization import parse_quantization
 from worker.config.stored_names import stored_names
@@ -158,7 +158,7 @@ class ModelConfig:
         folder = Path(path)
         try:
             source, config = read_config(folder)
-            generation = _read_json(folder / "generation_config.json") or {}
+            generation = _read_json(folder / "generation_config.json") or gguf_sampling(config)
         except OSError as error:
             raise ModelError(
                 f"{folder} cannot be read: {error.strerror}; change the path or its permissions"

@@ -29,12 +29,16 @@ _KV_SETTINGS: Final = ("kv_cache_scheme", "kv_cache_quant_config")
 
 
 def resolve_dtype(name: str, model_config: ModelConfig, kernels: KernelBackend) -> torch.dtype:
-    """The dtype for `Config.dtype`: `auto` is the checkpoint's, or float32 if `kernels` are slow with that one."""
+    """The dtype for `Config.dtype`: `auto` is the checkpoint's, or float32 if `kernels` are slow with that one.
+
+    bfloat16 replaces float16 for a GGUF file: llama.cpp stores weights of any model in float16 and computes activations
+    in float32, and those of Gemma 2 and 3, gpt-oss and DeepSeek-V2 overflow float16.
+    """
     if name != AUTO:
         return _BY_NAME[name]
     own = _BY_NAME[model_config.dtype]
     if kernels.is_fast(own):
-        return own
+        return torch.bfloat16 if own == torch.float16 and "gguf_sampling" in model_config.source else own
     _log.info("no fast kernels for the checkpoint's dtype here, float32 is used", dtype=model_config.dtype)
     return torch.float32
 

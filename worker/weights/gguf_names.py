@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Final
 
 # A tensor of a layer: number of the layer, name of the tensor.
-LAYER: Final = re.compile(r"blk\.(\d{1,4})\.([a-z0-9_.]+\.(?:weight|bias))")
+LAYER: Final = re.compile(r"blk\.(0|[1-9]\d{0,3})\.([a-z0-9_.]+\.(?:weight|bias))")
 TOP: Final = {
     f"{theirs}.{kind}": f"{ours}.{kind}"
     for theirs, ours in {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}.items()
@@ -103,7 +103,7 @@ PAIRED: Final = ("llama", "granite", "granitemoe", "smollm3")
 
 @dataclass(frozen=True)
 class Join:
-    """Tensor of a checkpoint that a GGUF file stores as several, or the other way round.
+    """Tensor of a checkpoint that a GGUF file splits or transposes.
 
     Attributes:
         name: in the checkpoint, after the layer's.

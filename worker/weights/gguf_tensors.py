@@ -7,6 +7,7 @@ norms. Here each is undone: a row is stored whole, so reordering rows keeps the 
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -28,14 +29,17 @@ from worker.weights.tensor_index import some
 
 _FLOATS: Final = ("F32", "F16", "BF16")
 _HEADS: Final = {"attn_q": "head_count", "attn_k": "head_count_kv"}
-# Types whose scales are shared by 16 columns; of the others by 32.
+# Types with a scale for 16 columns; others have one for 32.
 _SMALL_GROUPS: Final = ("Q2_K", "Q3_K", "Q6_K")
 # Numbers of the 16 codes of IQ4_NL and IQ4_XS, and twice those of MXFP4, as codes of 8 bits around 128.
 _IQ4: Final = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 _FP4: Final = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 _IQ4_CODES, _FP4_CODES = (torch.tensor([128 + each for each in one], dtype=torch.uint8) for one in (_IQ4, _FP4))
-# Read with the settings (worker/config/gguf_config.py).
-_SETTINGS: Final = frozenset(("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"))
+# Tensors that are read with the settings (worker/config/gguf_config.py).
+_SETTINGS: Final = ("rope_freqs.weight",)
+_OWN_SETTINGS: Final = {"phi3": ("rope_factors_long.weight", "rope_factors_short.weight")}
+# A matrix of one expert, as old files of Mixtral have them.
+_OLD_EXPERT: Final = re.compile(r"blk\.\d+\.ffn_(gate|up|down)\.\d+\.weight")
 
 
 def find_gguf_tensors(
@@ -56,12 +60,14 @@ def find_gguf_tensors(
         ModelError: tensors are missing, surplus, or of another shape; names them as the file does.
     """
     stored: dict[str, StoredPlace] = {}
-    known = set(_SETTINGS)
-    for name, place in _stored(model):
+    known = {*_SETTINGS, *_OWN_SETTINGS.get(str(model.metadata["general.architecture"]), ())}
+    twice = []
+    for name, place in _stored(model, lambda name: name in expected or name in optional or name.startswith(kept)):
+        known.update(place.names)
+        if name in stored:
+            twice.append(f"{printable(stored[name].names[0])} and {printable(place.names[0])}")
         if name in expected or name in optional:
             stored[name] = place
-        if name in expected or name in optional or name.startswith(kept):
-            known.update(place.names)
     expected = {name: shape for name, shape in {**expected, **optional}.items() if name in expected or name in stored}
     missing = sorted(expected.keys() - stored.keys())
     surplus = sorted(map(printable, model.tensors.keys() - known))
@@ -76,8 +82,9 @@ def find_gguf_tensors(
         for name, count in experts.items()
         if model.tensors[name].shape[0] != count
     ]
-    texts = (("missing ", missing), ("surplus ", surplus), ("", misshapen))
+    texts = (("missing ", missing), ("surplus ", surplus), ("", misshapen), ("the same tensor twice: ", twice))
     problems = [prefix + some(names) for prefix, names in texts if names]
+    problems += ["convert the model again"] if any(map(_OLD_EXPERT.fullmatch, surplus)) else []
     if problems:
         raise ModelError(f"the tensors of {model.path} do not fit its metadata: {'; '.join(problems)}")
     return {name: stored[name].placed(shape) for name, shape in expected.items()}
@@ -192,10 +199,17 @@ class _JoinedPlace:
         return (*first[:axis], sum(each[axis] for each in self._shapes()), *first[axis + 1 :])
 
 
-def _stored(model: GgufModel) -> Iterator[tuple[str, StoredPlace]]:
-    """Tensors by their names in a Hugging Face checkpoint; those with unknown names are left out."""
+def _stored(model: GgufModel, is_wanted: Callable[[str], bool]) -> Iterator[tuple[str, StoredPlace]]:
+    """Wanted tensors by their names in a Hugging Face checkpoint."""
+    found = _renamed(model, is_wanted)
+    return ((name, place) for name, place in found if is_wanted(name))
+
+
+def _renamed(model: GgufModel, is_wanted: Callable[[str], bool]) -> Iterator[tuple[str, StoredPlace]]:
+    """All tensors with known names, but stacks of experts only if the first expert is wanted."""
     architecture = str(model.metadata["general.architecture"])
     names = LayerNames(architecture)
+    heads = {part: _heads(model, architecture, part) for part in _HEADS} if architecture in PAIRED else {}
     for name, tensor in model.tensors.items():
         is_shifted = architecture in SHIFTED and name.endswith("_norm.weight")
         if name in TOP:
@@ -207,12 +221,12 @@ def _stored(model: GgufModel) -> Iterator[tuple[str, StoredPlace]]:
         prefix = f"model.layers.{int(layer)}"
         whole, expert, join = names.whole(part), names.expert(part), names.join(part)
         if whole is not None:
-            yield f"{prefix}.{whole}", _Place(name, tensor, None, _heads(model, architecture, part), is_shifted)
+            yield f"{prefix}.{whole}", _Place(name, tensor, None, heads.get(part.partition(".")[0], 0), is_shifted)
         elif join is not None:
             own = [f"blk.{layer}.{each}" for each in join.parts]
             if all(each in model.tensors and len(model.tensors[each].shape) + join.axis >= 0 for each in own):
                 yield f"{prefix}.{join.name}", _JoinedPlace(join, tuple(_Place(n, model.tensors[n]) for n in own))
-        elif expert is not None and len(tensor.shape) == 3:
+        elif expert is not None and len(tensor.shape) == 3 and is_wanted(f"{prefix}.{expert.format(0)}"):
             if tensor.shape[0] > MAX_MODEL_EXPERTS:
                 raise ModelError(f"{name} has {tensor.shape[0]} experts; at most {MAX_MODEL_EXPERTS} are valid")
             for number in range(tensor.shape[0]):
@@ -220,9 +234,7 @@ def _stored(model: GgufModel) -> Iterator[tuple[str, StoredPlace]]:
 
 
 def _heads(model: GgufModel, architecture: str, part: str) -> int:
-    part = part.partition(".")[0]
-    if architecture not in PAIRED or part not in _HEADS:
-        return 0
+    """Number of heads of queries or keys, for all layers."""
     keys = [f"{architecture}.attention.{name}" for name in (_HEADS[part], "head_count")]
     key = next((each for each in keys if each in model.metadata), keys[0])
     value = model.metadata.get(key)
@@ -378,7 +390,7 @@ def _q5_1(blocks: torch.Tensor) -> _Blocks:
 
 
 def _fives(high: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
-    """Codes of 5 bits from one bit of each in 4 bytes and four bits of each in 16 bytes."""
+    """Codes of 5 bits: the highest bits are in the 4 bytes `high`, the others in the 16 bytes `low`."""
     bits = high.unsqueeze(3) >> torch.arange(8, dtype=torch.uint8) & 1
     return _nibbles(low, 16) | bits.flatten(2) << 4
 

@@ -51,7 +51,7 @@ class GroupedTensor(ABC):
     def refusal(self, part: MatrixPart) -> str | None:
         """Reason why a part cannot keep its codes; None if it can."""
         if part.transposed != self.transposed:
-            return "stored the other way round"
+            return "stored transposed"
         inner = matrix_shape(self.shape, self.transposed)[1]
         return cut_refusal(part.columns, inner, self.group, self.has_order)
 

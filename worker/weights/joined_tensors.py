@@ -1,4 +1,4 @@
-"""Tensors of a model that a checkpoint stores as several, or with other dimensions first."""
+"""Tensors of a checkpoint that a GGUF file splits or transposes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class RowOrder:
     in_turn: bool
 
     def parts(self, rows: slice) -> Iterator[tuple[int, slice, slice]]:
-        """Splits `rows`, which have bounds: each source with its rows, and their places among `rows`."""
+        """Yields each source that has some of `rows`: its number, its own rows, and their places in `rows`."""
         begin, step = 0, len(self.counts)
         for source, count in enumerate(self.counts):
             if self.in_turn:
@@ -87,7 +87,8 @@ class JoinedGroups(GroupedTensor):
     """Matrices made from the rows of several, in codes.
 
     Args:
-        floats: the same as floats; each source is in codes.
+        floats: the same tensor, read as floats.
+        sources: of `floats`, all of them in codes.
     """
 
     def __init__(self, floats: JoinedFloats, sources: Sequence[GroupedTensor]) -> None:

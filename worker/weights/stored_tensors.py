@@ -150,7 +150,7 @@ class QuantizedTensor:
     def refusal(self, part: MatrixPart) -> str | None:
         """Reason why a part cannot keep its stored format; None if it can."""
         if part.transposed != self.transposed:
-            return "stored the other way round"
+            return "stored transposed"
         every = range(matrix_shape(self.shape, self.transposed)[1])
         wanted, grain = every[part.columns], self.grain[1]
         if self.packed and len(every) % grain:

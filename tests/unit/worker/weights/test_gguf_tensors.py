@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -80,24 +81,24 @@ LATENT = {"num_key_value_heads": 8, "kv_lora_rank": 64, "q_lora_rank": 96, "qk_n
 
 
 @pytest.mark.parametrize(
-    ("architecture", "kind", "shape"),
+    ("architecture", "kind", "shape", "floats"),
     [
-        ("mixtral", "Q8_0", {"intermediate_size": 64}),
-        ("granitemoe", "Q5_1", {"intermediate_size": 64}),
-        ("granitemoe", "F16", {"intermediate_size": 64}),
-        ("olmo2", "IQ4_NL", {}),
-        ("olmo3", "IQ4_XS", {}),
-        ("gpt_oss", "MXFP4", {"intermediate_size": 64}),
-        ("gpt_oss", "BF16", {"intermediate_size": 48}),
-        ("glm4_moe", "Q5_0", {"moe_intermediate_size": 64, "first_k_dense_replace": 0}),
-        ("deepseek_v2", "F32", LATENT),
-        ("deepseek_v3", "Q8_0", LATENT),
+        ("mixtral", "Q8_0", {"intermediate_size": 64}, "block_sparse_moe.gate"),
+        ("granitemoe", "Q5_1", {"intermediate_size": 64}, "router.layer"),
+        ("granitemoe", "F16", {"intermediate_size": 64}, ""),
+        ("olmo2", "IQ4_NL", {}, None),
+        ("olmo3", "IQ4_XS", {}, None),
+        ("gpt_oss", "MXFP4", {"intermediate_size": 64}, "_bias|router|sinks"),
+        ("gpt_oss", "BF16", {"intermediate_size": 48}, ""),
+        ("glm4_moe", "Q5_0", {"moe_intermediate_size": 64, "first_k_dense_replace": 0}, r"mlp\.gate\."),
+        ("deepseek_v2", "F32", LATENT, ""),
+        ("deepseek_v3", "Q8_0", LATENT, r"mlp\.gate\.|kv_b_proj"),
     ],
 )
-def test_every_tensor_of_an_architecture_is_the_checkpoints(
-    tmp_path: Path, architecture: str, kind: str, shape: dict[str, object]
+def test_tensors_equal_the_checkpoint_and_keep_codes(
+    tmp_path: Path, architecture: str, kind: str, shape: dict[str, object], floats: str | None
 ) -> None:
-    """Whole, and some rows and columns of each matrix; in codes where the file has codes."""
+    """Whole, and some rows and columns of each matrix. All matrices but those named `floats` are in codes."""
     _, weights = written(tmp_path, kind, architecture, **shape)
     config = ModelConfig.from_folder(tmp_path / "m.gguf")
     original = ModelConfig.from_folder(tmp_path)
@@ -105,6 +106,8 @@ def test_every_tensor_of_an_architecture_is_the_checkpoints(
     expected = load_file(tmp_path / "model.safetensors")
     assert set(model_class(config.architecture).tensor_shapes(config)) == expected.keys()
     for name, tensor in expected.items():
+        has_codes = tensor.dim() > 1 and floats != "" and not (floats and re.search(floats, name))
+        assert (weights.quantized(name) is not None) == has_codes, name
         assert torch.equal(weights.take(name, dtype=torch.float32), tensor.float()), name
         if tensor.dim() == 2:
             rows, columns = slice(3, tensor.shape[0] - 2), slice(1, tensor.shape[1] - 3)
@@ -120,7 +123,7 @@ def test_every_tensor_of_an_architecture_is_the_checkpoints(
             assert torch.equal(as_floats(kept), matrix[2:41])
 
 
-def test_layer_that_drafts_may_be_left_alone(tmp_path: Path) -> None:
+def test_tensors_of_a_drafting_layer_are_optional(tmp_path: Path) -> None:
     make_mtp_checkpoint(tmp_path, "glm4_moe", **{**WIDE, "num_hidden_layers": 2})
     file = tmp_path / "m.gguf"
     file.write_bytes(convert(tmp_path, "Q8_0").to_bytes())
@@ -190,6 +193,40 @@ def test_stack_of_more_experts_than_the_metadata_says_is_refused(tmp_path: Path)
     said = f"do not fit its metadata: blk.0.ffn_up_exps.weight has {count + 1} experts, expected {count}$"
     with pytest.raises(ModelError, match=said):
         load_weights(tmp_path / "m.gguf", model_class(config.architecture).tensor_shapes(config))
+
+
+@pytest.mark.parametrize("name", ["rope_factors_long.weight", "rope_factors_short.weight"])
+def test_factors_of_rope_that_are_not_used_are_surplus(tmp_path: Path, name: str) -> None:
+    said = f"surplus {name}$"
+    check_refused(tmp_path, "llama", {name: float_tensor("F32", torch.ones(16))}, said)
+
+
+def test_two_tensors_for_one_of_the_model_are_refused(tmp_path: Path) -> None:
+    norm = {f"blk.0.{part}_norm.weight": float_tensor("F32", torch.zeros(256)) for part in ("post_attention", "ffn")}
+    said = "the same tensor twice: blk.0.post_attention_norm.weight and blk.0.ffn_norm.weight$"
+    check_refused(tmp_path, "glm4_moe", norm, said)
+
+
+def test_number_of_a_layer_has_no_zeros_in_front(tmp_path: Path) -> None:
+    """Former fault: `blk.00` took the place of `blk.0`."""
+    norm = float_tensor("F32", torch.zeros(256))
+    check_refused(tmp_path, "llama", {"blk.00.attn_norm.weight": norm}, "surplus blk.00.attn_norm.weight$")
+
+
+def test_matrices_of_single_experts_need_a_new_conversion(tmp_path: Path) -> None:
+    one = float_tensor("F32", torch.zeros(64, 256))
+    said = "surplus blk.0.ffn_up.0.weight; convert the model again$"
+    check_refused(tmp_path, "mixtral", {"blk.0.ffn_up.0.weight": one}, said)
+
+
+def check_refused(folder: Path, architecture: str, further: dict[str, GgufTensorData], said: str) -> None:
+    """Checks that a file with further tensors is refused."""
+    content = convert(make_checkpoint(folder, architecture, **WIDE), "F32")  # type: ignore[arg-type]
+    content.tensors.update(further)
+    (folder / "m.gguf").write_bytes(content.to_bytes())
+    config = ModelConfig.from_folder(folder / "m.gguf")
+    with pytest.raises(ModelError, match=said):
+        load_weights(folder / "m.gguf", model_class(config.architecture).tensor_shapes(config))
 
 
 def test_tensors_that_do_not_fit_are_named(tmp_path: Path) -> None:

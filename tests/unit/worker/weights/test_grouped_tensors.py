@@ -93,7 +93,7 @@ def test_parts_that_cannot_stay_in_codes_say_why() -> None:
     for part, reason in (
         (MatrixPart("w", columns=slice(8, 40)), "32 columns of each rank cut groups of 32"),
         (MatrixPart("ordered", columns=slice(0, 128)), "columns of each rank cut an order by activation"),
-        (MatrixPart("w", transposed=True), "stored the other way round"),
+        (MatrixPart("w", transposed=True), "stored transposed"),
     ):
         with pytest.raises(ValueError, match=reason):
             weights.take_quantized(part)
