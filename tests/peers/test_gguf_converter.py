@@ -7,12 +7,14 @@ prints the largest difference of a log probability for each.
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any, Final
 
 import pytest
+import torch
 
 from tests.bench.peers.folder import PeerFolder
 from tests.bench.peers.install import LLAMA, download, unpack
@@ -74,15 +76,47 @@ def test_converted_checkpoint_equals_transformers(tmp_path: Path, source: Path, 
     else:
         make_checkpoint(folder, architecture, gain=GAIN, tokenizer=False, **{**WIDE, **shape})
         reference = load_reference(folder)
+    run_converter(source, folder, file)
+    assert read_gguf([file]).metadata["general.architecture"] == {"mixtral": "llama", "olmo3": "olmo2"}.get(
+        name, name.partition(" ")[0]
+    )
+    check_probabilities(name, Models(reference, make_runner(file)))
+
+
+def test_granite_4_without_linear_attention_equals_transformers(tmp_path: Path, source: Path) -> None:
+    """llama.cpp's converter makes it a file of `granite`, with settings of the linear attention that it lacks."""
+    import transformers
+
+    folder, file = tmp_path / "m", tmp_path / "m.gguf"
+    shape: dict[str, Any] = {**WIDE, "vocab_size": DEFAULT_SHAPE["vocab_size"], "shared_intermediate_size": 512}
+    shape |= {"num_local_experts": 0, "num_experts_per_tok": 0, "position_embedding_type": "rope"}
+    shape |= {"layer_types": ["full_attention"] * 2, "mamba_n_heads": 8, "mamba_d_head": 64, "mamba_expand": 2}
+    shape |= {"embedding_multiplier": 3.0, "residual_multiplier": 0.3, "logits_scaling": 2.0}
+    del shape["head_dim"]
+    torch.manual_seed(0)
+    model: Any = transformers.GraniteMoeHybridForCausalLM(transformers.GraniteMoeHybridConfig(**shape))
+    model.save_pretrained(folder)
+    reference = load_reference(folder)
+    # The published name of such layers, which the converter reads.
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(settings | {"layer_types": ["attention"] * 2}))
+    run_converter(source, folder, file)
+    metadata = read_gguf([file]).metadata
+    assert (metadata["general.architecture"], metadata["granite.expert_count"]) == ("granite", 0)
+    check_probabilities("granite 4", Models(reference, make_runner(file)))
+
+
+def run_converter(source: Path, folder: Path, file: Path) -> None:
+    """Converts a checkpoint to a file in float32."""
     # Classes of transformers add tokens of their own.
     write_tokenizer(folder, NUM_TOKENS)
     command: list[str | Path] = [sys.executable, SCRIPT, source, folder, "--outtype", "f32", "--outfile", file]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=peer_variables(), check=False)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert read_gguf([file]).metadata["general.architecture"] == {"mixtral": "llama", "olmo3": "olmo2"}.get(
-        name, name.partition(" ")[0]
-    )
-    models = Models(reference, make_runner(file))
+
+
+def check_probabilities(name: str, models: Models) -> None:
+    """Compares log probabilities with those of `transformers`, and prints the largest difference."""
     largest = 0.0
     for prompt in models.random_prompts([1, 65, 300], seed=5):
         # Ids without a token have no probability here.

@@ -334,6 +334,13 @@ def _phi3(entries: _Entries, config: dict[str, Any]) -> dict[str, Any]:
 
 def _granite(entries: _Entries, config: dict[str, Any]) -> dict[str, Any]:
     _whole_heads(entries, config)
+    # Granite 4 without linear attention has settings of it all the same, and 0 experts if it is no mixture.
+    for name in ("conv_kernel", "state_size", "group_count", "inner_size", "time_step_rank"):
+        entries.get(f"ssm.{name}", 0)
+    counts = [entries.get(name, 0) for name in ("expert_count", "expert_used_count")]
+    if config["architectures"] == ["GraniteForCausalLM"] and any(counts):
+        raise entries.fault("granite.expert_count is not 0, which is not supported")
+    entries.get("expert_shared_feed_forward_length", 0)
     # For these two architectures llama.cpp rotates heads unless this entry is false.
     if entries.get("rope.scaling.finetuned", True) is not True:
         raise entries.fault("rope.scaling.finetuned is false, which is not supported for this architecture")

@@ -48,6 +48,18 @@ def config_of(path: Path, content: GgufContent) -> ModelConfig:
     return ModelConfig.from_folder(file)
 
 
+# As llama.cpp's converter writes for Granite 4 without linear attention.
+GRANITE4 = {
+    **{
+        "ssm.conv_kernel": 4,
+        "ssm.state_size": 128,
+        "ssm.group_count": 1,
+        "ssm.inner_size": 512,
+        "ssm.time_step_rank": 8,
+    },
+    **{"expert_count": 0, "expert_used_count": 0, "expert_shared_feed_forward_length": 64},
+    **{"attention.head_count_kv": [2, 2], "rope.scaling.finetuned": True},
+}
 LONG, SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
 REFUSED: list[tuple[str, dict[str, Any], tuple[str, ...], str]] = [
     ("llama", {"attention.head_count": [8, 4]}, (), "llama.attention.head_count differs by layer"),
@@ -66,6 +78,7 @@ REFUSED: list[tuple[str, dict[str, Any], tuple[str, ...], str]] = [
     ("phi3", {}, (LONG, SHORT, "rope_freqs.weight"), "no further rope scaling"),
     ("granite", {"rope.scaling.finetuned": False}, (), "rope.scaling.finetuned is false"),
     ("granitemoe", {"rope.scaling.finetuned": False}, (), "rope.scaling.finetuned is false"),
+    ("granite", {"expert_count": 4}, (), "granite.expert_count is not 0"),
     ("granitemoe", {"expert_shared_feed_forward_length": 8}, (), "expert_shared_feed_forward_length is not 0"),
     ("qwen3_moe", {"expert_gating_func": 2}, (), "expert_gating_func must be 1, softmax"),
     ("glm4_moe", {"expert_gating_func": 1}, (), "expert_gating_func must be 2, sigmoid"),
@@ -98,7 +111,7 @@ def test_setting_that_is_not_served_is_refused_by_name(
     [
         ("llama", {"rope.scaling.finetuned": False, "/tokenizer.ggml.add_sep_token": False}),
         ("llama", {"/general.sampling.mirostat": 0, "/general.sampling.mirostat_tau": 5.0}),
-        ("granite", {"rope.scaling.finetuned": True}),
+        ("granite", GRANITE4),
         ("qwen3_moe", {"expert_gating_func": 0}),
         ("glm4_moe", {"expert_gating_func": 0}),
         ("deepseek_v3", {"expert_gating_func": 0}),
