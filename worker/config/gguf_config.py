@@ -214,7 +214,7 @@ def _common(entries: _Entries) -> dict[str, Any]:
         "dtype": _DTYPES.get(weights, "bfloat16"),
         "bos_token_id": token_id(model, "bos"),
         "eos_token_id": end_ids(model),
-        # Marks the settings as those of a GGUF file.
+        # Marks settings that come from a GGUF file.
         "gguf_sampling": {
             ours: _rounded(value)
             for theirs, ours in _SAMPLING.items()

@@ -32,7 +32,7 @@ def resolve_dtype(name: str, model_config: ModelConfig, kernels: KernelBackend) 
     """The dtype for `Config.dtype`: `auto` is the checkpoint's, or float32 if `kernels` are slow with that one.
 
     bfloat16 replaces float16 for a GGUF file: llama.cpp stores weights of any model in float16 and computes activations
-    in float32, and those of Gemma 2 and 3, gpt-oss and DeepSeek-V2 overflow float16.
+    in float32. Activations of Gemma 2 and 3, gpt-oss and DeepSeek-V2 overflow float16.
     """
     if name != AUTO:
         return _BY_NAME[name]
