@@ -176,6 +176,15 @@ def gguf_sampling(config: Mapping[str, Any]) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
+def sampling_entries(model: GgufModel) -> dict[str, Any]:
+    """Values of a GGUF file for parameters that a request leaves out, as entries of generation_config.json."""
+    return {
+        ours: _rounded(value)
+        for theirs, ours in _SAMPLING.items()
+        if isinstance(value := model.metadata.get(f"general.sampling.{theirs}"), int | float)
+    }
+
+
 def _check_without_effect(model: GgufModel) -> None:
     for key, ignored in _WITHOUT_EFFECT.items():
         value = model.metadata.get(key)
@@ -215,11 +224,7 @@ def _common(entries: _Entries) -> dict[str, Any]:
         "bos_token_id": token_id(model, "bos"),
         "eos_token_id": end_ids(model),
         # Marks settings that come from a GGUF file.
-        "gguf_sampling": {
-            ours: _rounded(value)
-            for theirs, ours in _SAMPLING.items()
-            if isinstance(value := model.metadata.get(f"general.sampling.{theirs}"), int | float)
-        },
+        "gguf_sampling": sampling_entries(model),
     }
 
 

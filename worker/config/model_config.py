@@ -158,13 +158,14 @@ class ModelConfig:
         folder = Path(path)
         try:
             source, config = read_config(folder)
-            generation = _read_json(folder / "generation_config.json") or gguf_sampling(config)
+            generation = _read_json(folder / "generation_config.json")
         except OSError as error:
             raise ModelError(
                 f"{folder} cannot be read: {error.strerror}; change the path or its permissions"
             ) from error
         try:
-            parsed = _parse(config, generation, architectures, settings)
+            given = gguf_sampling(config) if generation is None else generation
+            parsed = _parse(config, given, architectures, settings)
         except ModelError as error:
             raise ModelError(f"{source}: {error}") from None
         except (KeyError, OverflowError, RecursionError, TypeError, ValueError) as error:

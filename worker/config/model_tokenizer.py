@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
-from common.files import UnreadableFileError
+from common.files import UnreadableFileError, read_file
+from common.limits import MAX_CONFIG_FILE_BYTES
 from common.text.tokenizer import (
     Tokenizer,
     TokenizerError,
@@ -16,9 +18,12 @@ from common.text.tokenizer import (
     tokenizer_fault,
     tokenizer_files,
 )
-from worker.config.gguf_file import gguf_files, read_gguf
+from worker.config.gguf_config import sampling_entries
+from worker.config.gguf_file import GgufModel, gguf_files, read_gguf
 from worker.config.gguf_tokenizer import gguf_tokenizer_files
 from worker.config.published_tokenizer import converted_tokenizer, published_file
+
+_GENERATION: Final = "generation_config.json"
 
 
 def has_tokenizer(model: str | Path) -> bool:
@@ -43,11 +48,20 @@ def model_tokenizer_files(model: str | Path) -> dict[str, bytes]:
     try:
         files = gguf_files(Path(model))
         if files:
-            return gguf_tokenizer_files(read_gguf(files))
+            return _gguf_files(Path(model), read_gguf(files))
     except UnreadableFileError as error:
         raise TokenizerError(str(error)) from None
     with naming(model):
         return tokenizer_files(model, converted_tokenizer(Path(model)))
+
+
+def _gguf_files(model: Path, content: GgufModel) -> dict[str, bytes]:
+    files, generation = gguf_tokenizer_files(content), model / _GENERATION
+    if generation.is_file():
+        return files | {_GENERATION: read_file(generation, MAX_CONFIG_FILE_BYTES)}
+    # Routers take from it what a request leaves out, and ModelConfig does for an engine without a router.
+    sampling = sampling_entries(content)
+    return files | ({_GENERATION: json.dumps(sampling).encode()} if sampling else {})
 
 
 @contextlib.contextmanager

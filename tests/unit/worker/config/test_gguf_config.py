@@ -11,10 +11,12 @@ import pytest
 import torch
 
 from common.params.sampling_params import model_defaults
+from common.text.tokenizer import read_json
 from kernels.interface import KernelBackend
 from tests.checkpoints import make_checkpoint
 from tests.gguf_files import GgufContent, convert, float_tensor
 from worker.config.model_config import ModelConfig, ModelError
+from worker.config.model_tokenizer import model_tokenizer_files
 from worker.model.dtypes import resolve_dtype
 
 FACTORS = float_tensor("F32", torch.ones(8))
@@ -140,6 +142,17 @@ def test_sampling_entries_are_defaults_of_requests(tmp_path: Path, contents: Any
     # A folder's generation_config.json takes their place.
     (tmp_path / "generation_config.json").write_text('{"temperature": 0.3}')
     assert ModelConfig.from_folder(tmp_path).sampling_defaults == model_defaults({"temperature": 0.3})
+
+
+@pytest.mark.parametrize("has_file", [False, True])
+def test_routers_and_engines_have_the_same_defaults(tmp_path: Path, contents: Any, has_file: bool) -> None:
+    """Former fault: a router had those of the table, because it got no generation_config.json."""
+    content = changed(contents("llama"), {"/general.sampling.temp": 0.6})
+    config_of(tmp_path, content)
+    if has_file:
+        (tmp_path / "generation_config.json").write_text('{"top_p": 0.3}')
+    of_router = model_defaults(read_json(model_tokenizer_files(tmp_path), "generation_config.json"))
+    assert of_router == ModelConfig.from_folder(tmp_path).sampling_defaults != model_defaults({})
 
 
 class Kernels:
