@@ -420,7 +420,7 @@ class NoWorkerError(ApiError):
     """UNAVAILABLE: no worker serves, and nothing has been sent; the client may retry."""
 
     def __init__(self, message: str, retry_after_s: float = 1.0, **metadata: str) -> None:
-        super().__init__(grpc.StatusCode.UNAVAILABLE, message, (), retry_after_s, "NO_WORKER", metadata)
+        super().__init__(grpc.StatusCode.UNAVAILABLE, message, (), retry_after_s, reason="NO_WORKER", metadata=metadata)
 
 
 class WorkerLostError(ApiError):

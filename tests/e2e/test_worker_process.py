@@ -125,7 +125,7 @@ def test_failed_worker_start_is_one_line_and_exit_code_2(tmp_path: Path) -> None
     assert run.returncode == 2
     assert run.stdout == ""
     [line] = run.stderr.splitlines()
-    assert line.startswith("error: model folder ")
+    assert line.startswith(f"error: {tmp_path / 'nowhere'} does not exist; give ")
 
 
 @pytest.mark.parametrize(
