@@ -400,8 +400,8 @@ class EngineCore:
 class LockstepGroup(Runner, Executor, Protocol):
     """Executor whose ranks share experts with the ranks of other engines."""
 
-    def any_has_work(self, has_work: bool) -> bool:
-        """True if any engine has work. Returns once all engines have called it.
+    def count_engines_with_work(self, has_work: bool) -> int:
+        """Number of engines that have work. Returns once all engines have called it.
 
         Raises:
             Exception: a rank is lost, of this engine or of another.
@@ -436,6 +436,7 @@ class DPEngineCoreProc(EngineCore):
         self._group = group
         self._in_round = False
         self._busy = False
+        self._others_busy = False
         # Rounds since any engine had work.
         self._idle_rounds = 0
 
@@ -448,8 +449,8 @@ class DPEngineCoreProc(EngineCore):
 
     @property
     def others_have_work(self) -> bool:
-        """True if any engine had work in the last round."""
-        return self._busy
+        """True if another engine had work in the last round."""
+        return self._others_busy
 
     def has_unfinished(self) -> bool:
         """True if this engine has work, or a round is open in which another one needs its ranks."""
@@ -478,8 +479,10 @@ class DPEngineCoreProc(EngineCore):
 
     def _open_round(self, *, has_work: bool) -> None:
         try:
-            self._in_round = self._busy = self._group.any_has_work(has_work)
+            num_busy = self._group.count_engines_with_work(has_work)
         except Exception as error:
             self._dead = True
             raise EngineDeadError(f"{type(error).__name__}: {error}") from error
+        self._in_round = self._busy = num_busy > 0
+        self._others_busy = num_busy > has_work
         self._idle_rounds = 0 if self._busy else self._idle_rounds + 1

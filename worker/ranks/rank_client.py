@@ -46,7 +46,7 @@ from worker.ranks.topology import Topology
 log = structlog.get_logger(__name__)
 
 # Calls that take as long as a step.
-_TIMED: Final = frozenset({"forward", "any_has_work"})
+_TIMED: Final = frozenset({"forward", "count_engines_with_work"})
 
 
 class RankGroup:
@@ -132,13 +132,13 @@ class RankGroup:
             host, port = topology.meeting_point
             self.call("join_engines", host, port, topology.tp_size, topology.dp_rank, topology.dp_size)
 
-    def any_has_work(self, has_work: bool) -> bool:
-        """True if any of the engines in lockstep has work.
+    def count_engines_with_work(self, has_work: bool) -> int:
+        """Number of engines in lockstep that have work, this one included.
 
         Raises:
             RankLostError: a rank is lost, of this engine or of another.
         """
-        return bool(self.call("any_has_work", has_work, only=0)[0])
+        return int(self.call("count_engines_with_work", has_work, only=0)[0])
 
     def call(self, name: str, *arguments: object, only: int | None = None) -> dict[int, Any]:
         """Calls a method of every rank, or of one. Returns the answers by rank.

@@ -146,12 +146,12 @@ class Rank:
         # Rank 0 of both groups is on the machine of `host`.
         self._data = DataParallel(dp_rank, dp_size, *(GroupCollectives(mesh, host) for mesh in (alike, everyone)))
 
-    def any_has_work(self, has_work: bool) -> bool:
-        """True if any of the engines in lockstep has work. Rank 0 only."""
+    def count_engines_with_work(self, has_work: bool) -> int:
+        """Number of engines in lockstep that have work. Rank 0 only."""
         import torch  # noqa: PLC0415
 
-        assert self._data is not None, "any_has_work before join_engines"
-        return bool(self._data.collectives.all_reduce(torch.tensor([float(has_work)])).item())
+        assert self._data is not None, "count_engines_with_work before join_engines"
+        return int(self._data.collectives.all_reduce(torch.tensor([float(has_work)])).item())
 
     def load(self, config: Config, threads: int, settings: str) -> tuple[int, int]:
         """Loads this rank's part of the model.
@@ -275,7 +275,7 @@ def serve(rank: Rank, link: Link) -> None:
             rank.open_door,
             rank.join,
             rank.join_engines,
-            rank.any_has_work,
+            rank.count_engines_with_work,
             rank.load,
             rank.share_sums,
             rank.kv_memory,

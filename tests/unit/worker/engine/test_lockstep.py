@@ -45,10 +45,10 @@ class Meeting:
     barrier: threading.Barrier = field(default_factory=lambda: threading.Barrier(ENGINES, timeout=60))
     said: dict[int, bool] = field(default_factory=dict)
 
-    def any(self, rank: int, value: bool) -> bool:
+    def count(self, rank: int, value: bool) -> int:
         self.said[rank] = value
         self.barrier.wait()
-        answer = any(self.said.values())
+        answer = sum(self.said.values())
         self.barrier.wait()
         return answer
 
@@ -63,14 +63,17 @@ class Group:
     runner: SimulatedRunner = field(default_factory=lambda: SimulatedRunner(50, 49, num_blocks=64))
     made: list[str] = field(default_factory=list)
     lost: bool = False
+    num_others_with_work: int = 0
 
-    def any_has_work(self, has_work: bool) -> bool:
+    def count_engines_with_work(self, has_work: bool) -> int:
         if self.lost:
             self.rounds.barrier.abort()
-        return self.rounds.any(self.rank, has_work)
+        count = self.rounds.count(self.rank, has_work)
+        self.num_others_with_work = count - has_work
+        return count
 
     def forward(self, batch: ScheduledBatch) -> ScheduledBatchOutput:
-        self.steps.any(self.rank, True)
+        self.steps.count(self.rank, True)
         self.made.append("dummy" if batch.is_dummy_run else "batch")
         return self.runner.forward(batch)
 
@@ -135,6 +138,7 @@ def test_idle_lockstep_engines_synchronize_less_often() -> None:
         mine = [[Sequence([3, 4], 16, SamplingParams(max_tokens=1, ignore_eos=True))], [], []]
         list(pool.map(lambda core, seqs: turns(core, seqs, 1), cores, mine))
         assert {core.idle_check_s for core in cores} == {0.0}
+        assert [core.others_have_work for core in cores] == [False, True, True], "one without busy others may sleep"
         list(pool.map(lambda core: turns(core, [], 1), cores))
     assert {core.idle_check_s for core in cores} == {0.02}
 
@@ -213,7 +217,7 @@ def test_idle_lockstep_engine_reports_blocks_that_memory_gets_late() -> None:
     cores[0].add_request(seq)
     end = time.monotonic() + 60
     with ThreadPoolExecutor(ENGINES) as pool:
-        while not seq.is_finished or cores[0].others_have_work:
+        while not seq.is_finished or cores[0].idle_check_s == 0.0:
             assert time.monotonic() < end
             list(pool.map(lambda core: turns(core, [], 3), cores))
         reporter.report()
@@ -254,25 +258,30 @@ class AbsentTier:
         pass
 
 
-def test_lockstep_engine_decodes_while_another_waits_for_tier(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Former fault: an engine whose prompts waited for KV tiers slept in each round, and the others waited for it."""
-    monkeypatch.setattr(engine_thread, "_GATED_WAIT_S", 3600.0)
+def test_lockstep_engine_that_waits_for_tier_sleeps_unless_others_have_work() -> None:
+    """Former faults: it slept in each round, so the others waited for it; and it never slept, and took a whole core."""
     tier, size = AbsentTier(), SimulatedRunner(50, 49, num_blocks=64).kv_block_bytes
     store = KvTiers({"absent": tier}, size)
     cores, groups = engines(tiers=[Tiers(store, root_name(["simulated"])), None, None])
     params = SamplingParams(max_tokens=9, ignore_eos=True)
     waiting, decoding = Sequence([7] * 40, 16, params, arrive_time=0.0), Sequence([8] * 20, 16, params)
     cores[0].add_request(waiting)
-    failures = list[Exception]()
+    failures, slept_beside = list[Exception](), list[int]()
+
+    class Thread(EngineThread):
+        def _wait(self, timeout_s: float) -> bool:
+            if timeout_s == engine_thread._GATED_WAIT_S:
+                slept_beside.append(groups[threads.index(self)].num_others_with_work)
+            return super()._wait(timeout_s)
+
     threads = [
-        EngineThread(
-            [core].pop, started=lambda _: None, turned=lambda _: None, failed=failures.append, clock=time.monotonic
-        )
+        Thread([core].pop, started=lambda _: None, turned=lambda _: None, failed=failures.append, clock=time.monotonic)
         for core in cores
     ]
     for thread in threads:
         thread.start()
     assert tier.is_asked.wait(60)
+    until(lambda: bool(slept_beside or failures))
     threads[1].put(Submit(TicketReceipt(NoListener(), 1), [decoding]))
     until(lambda: decoding.is_finished or bool(failures))
     assert not failures
@@ -285,6 +294,7 @@ def test_lockstep_engine_decodes_while_another_waits_for_tier(monkeypatch: pytes
     groups[0].rounds.barrier.abort()
     groups[0].steps.barrier.abort()
     assert all(thread.join(60) for thread in threads)
+    assert set(slept_beside) == {0}
 
 
 def test_lost_lockstep_engine_fails_others() -> None:
