@@ -304,16 +304,48 @@ def test_retries_end_after_give_up_time() -> None:
     assert Retries(["a"], 0.0).failed(error, 0) is None
 
 
-@pytest.mark.parametrize(("waited_s", "calls"), [("600", 1), ("20", 1), ("8", 3), ("soon", 31)])
-def test_repeated_waits_for_workers_fit_into_give_up_time(waited_s: str, calls: int) -> None:
-    """Former fault: after a router's wait of ten minutes for a worker the client made it wait ten minutes more."""
-    error = FissileError(grpc.StatusCode.UNAVAILABLE, "none", "NO_WORKER", {"waited_s": waited_s}, retry_after_s=1.0)
-    retries, clock, made = Retries(["a"], 30.0), error.waited_s, 1
+@pytest.mark.parametrize(("waited_s", "calls"), [("600", 1), ("30", 1), ("20", 3), ("5", 6), ("soon", 31)])
+@pytest.mark.parametrize("target", ["a:1", "1.1.1.1:1"])
+def test_router_whose_wait_for_worker_is_longer_than_give_up_is_asked_once(
+    target: str, waited_s: str, calls: int
+) -> None:
+    """Former faults: the client repeated waits of ten minutes; with waits of 5 s it gave up after 29 s, not 35 s."""
+    error = no_worker_for(waited_s)
+    retries, clock, made = Retries([target], 30.0), error.waited_s, 1
     while (wait_s := retries.failed(error, clock)) is not None:
         clock += wait_s + error.waited_s
         made += 1
     assert made == calls
-    assert clock <= max(30.0, error.waited_s)
+
+
+@pytest.mark.parametrize("waited_s", ["16", "20", "600"])
+@pytest.mark.parametrize("targets", [["1.1.1.1:1", "2.2.2.2:1"], ["a:1", "b:1"]])
+def test_next_router_is_asked_after_wait_for_worker(targets: list[str], waited_s: str) -> None:
+    """Former fault: with waits of more than half of give_up_s the second router was never asked."""
+    error = no_worker_for(waited_s)
+    retries = Retries(targets, 30.0)
+    assert retries.failed(error, error.waited_s) is not None
+    assert retries.target == targets[1]
+    # The second router has a worker, and is lost after the first message.
+    retries.progress()
+    lost = FissileError(grpc.StatusCode.UNAVAILABLE, "gone")
+    assert retries.failed(lost, 2 * error.waited_s) is not None
+    assert retries.target == targets[0]
+
+
+def test_router_that_waited_too_long_is_left_out_while_others_fail() -> None:
+    retries, clock, asked = Retries(["1.1.1.1:1", "2.2.2.2:1"], 30.0), 600.0, set[str]()
+    error = no_worker_for("600")
+    while (wait_s := retries.failed(error, clock)) is not None:
+        clock += wait_s
+        asked.add(retries.target)
+        error = FissileError(grpc.StatusCode.UNAVAILABLE, "refused")
+    assert asked == {"2.2.2.2:1"}
+    assert clock == pytest.approx(630.0)
+
+
+def no_worker_for(waited_s: str) -> FissileError:
+    return FissileError(grpc.StatusCode.UNAVAILABLE, "none", "NO_WORKER", {"waited_s": waited_s}, retry_after_s=1.0)
 
 
 def test_retry_waits_as_full_router_advises() -> None:

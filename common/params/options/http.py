@@ -76,7 +76,7 @@ FACADE: Final = (
     ),
     Option(
         "--give-up", "FISSILE_HTTP_GIVE_UP",
-        "How long a call is repeated while nothing arrives, each further --worker-wait included; 0s repeats no call.",
+        "How long a failed call is repeated; 0s is never. A router that waits this long for a worker is asked once.",
         (HTTP,), Duration(), 30.0,
     ),
 )  # fmt: skip

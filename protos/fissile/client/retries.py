@@ -25,8 +25,8 @@ class Retries:
 
     Attributes:
         targets: addresses of the routers.
-        give_up_s: how long the call is made again since anything last came; 0 is never. A call that would end later,
-            because routers wait for a worker, is not made.
+        give_up_s: how long the call is made again since its first failure without a message in between; 0 is never.
+            A router that has waited this long for a worker is not asked again.
         place: of the router that is asked now.
         waits_when_full: False gives up as soon as each router has refused a call that has not begun for its full queue.
     """
@@ -58,11 +58,12 @@ class Retries:
             error: how the attempt has ended.
             now: monotonic seconds.
         """
-        waited_s = error.waited_s
-        # A router that has waited for a worker would wait as long again.
-        since = self._failed_since = min(now - waited_s, now if self._failed_since is None else self._failed_since)
-        if not self.give_up_s or now - since >= self.give_up_s or now + waited_s - since > self.give_up_s:
+        since = self._failed_since = now if self._failed_since is None else self._failed_since
+        if not self.give_up_s or now - since >= self.give_up_s:
             return None
+        if error.waited_s >= self.give_up_s:
+            # It would wait as long again, and so would the other routers behind its name.
+            self._refusals[self.target] = _ROUTERS_OF_A_NAME
         is_full = error.reason in FULL and not self.waits_when_full and not self._has_begun
         if error.is_of_one_router or is_full:
             self._refusals[self.target] += 1
