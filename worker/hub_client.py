@@ -1,7 +1,7 @@
 """HTTP client of `huggingface_hub` with bounds: the library trusts whatever answers at HF_ENDPOINT.
 
-Without bounds it reads an answer of any length into memory, waits for an answer without an end, sleeps as long as
-`Retry-After` says, and writes a file whose name is a header of the answer, also one that leads out of the cache.
+Without bounds it reads an answer of any length into memory, waits for an answer without an end, sleeps as long as a
+header says, and writes a file whose name is a header of the answer, also one that leads out of the cache.
 """
 
 from __future__ import annotations
@@ -18,12 +18,15 @@ if TYPE_CHECKING:
 
 # Seconds without any byte after which a hub counts as lost, where the library sets no limit.
 _SILENCE_S: Final = 60.0
-# Longest `Retry-After` that the library may wait for.
+# Longest pause of the library before it asks again.
 _LONGEST_WAIT_S: Final = 60
-# Headers that the library makes names of files from.
-_NAMES: Final = ("ETag", "X-Linked-Etag", "X-Repo-Commit")
+# Headers that the library makes names of files from, with the characters that it strips on the left first.
+_NAMES: Final = {"ETag": "W/", "X-Linked-Etag": "W/", "X-Repo-Commit": ""}
 _FILE_STATUSES: Final = (200, 206)
+_FIRST_ERROR: Final = 400
 _TOO_MANY_REQUESTS: Final = 429
+# Any longer pause counts as this one, also one of a thousand digits.
+_LONGEST_PAUSE_S: Final = 10**9
 
 
 def import_library() -> None:
@@ -74,25 +77,36 @@ def _check_answer(response: httpx2.Response) -> None:
         HubError: a header leads out of the cache, or the hub wants a long pause.
     """
     host = response.request.url.host
-    for name in _NAMES if response.request.method == "HEAD" else ():
-        value = response.headers.get(name, "").lstrip("W/").strip('"')
+    for name, stripped in _NAMES.items() if response.request.method == "HEAD" else ():
+        value = response.headers.get(name, "")
+        if stripped:
+            value = value.lstrip(stripped).strip('"')
         if value in (".", "..") or {"/", "\\", "\0"}.intersection(value):
             raise HubError(f"{host} sends the {name} {value!r}, which cannot be a file's name; check HF_ENDPOINT")
-    if response.status_code == _TOO_MANY_REQUESTS and seconds(response.headers) > _LONGEST_WAIT_S:
-        raise HubError(too_many_requests(host, response.headers))
+    if response.status_code >= _FIRST_ERROR and (wait := _pause_s(response)) > _LONGEST_WAIT_S:
+        if response.status_code == _TOO_MANY_REQUESTS:
+            raise HubError(too_many_requests(host, response))
+        raise HubError(f"{host} answers with status {response.status_code}: try again in {wait} s")
     if response.status_code not in _FILE_STATUSES or "/api/" in response.request.url.path:
         response.stream = _bounded(response.stream, host)
 
 
-def seconds(headers: Any) -> int:
-    """Seconds of `Retry-After`; 0 without it, and if it is a date."""
-    value = headers.get("Retry-After", "").strip()
-    return int(value) if value.isdecimal() and len(value) < 10 else 0
+def _pause_s(response: Any) -> int:
+    """Seconds that the library would wait after an error; 0 if the hub names none, or a date."""
+    from huggingface_hub.utils import parse_ratelimit_headers  # noqa: PLC0415
+
+    value = response.headers.get("Retry-After", "").strip()
+    pause = float(value) if value.isdecimal() else 0.0
+    # The Hub sends `RateLimit` with every answer; the library waits for its end only after 429 and with none left.
+    limit = parse_ratelimit_headers(response.headers) if response.status_code == _TOO_MANY_REQUESTS else None
+    if limit is not None and limit.remaining == 0:
+        pause = max(pause, limit.reset_in_seconds)
+    return int(min(pause, _LONGEST_PAUSE_S))
 
 
-def too_many_requests(hub: str, headers: Any) -> str:
-    """Error message for status 429."""
-    when = f"in {wait} s" if (wait := seconds(headers)) else "later"
+def too_many_requests(hub: str, response: Any) -> str:
+    """Error message for an answer with status 429."""
+    when = f"in {wait} s" if (wait := _pause_s(response)) else "later"
     return f"{hub} limits how often it is asked: try again {when}, or set HF_TOKEN for a higher limit"
 
 

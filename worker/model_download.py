@@ -349,7 +349,7 @@ def _advice(error: BaseException, hub: str) -> str | None:
     response: Any = getattr(error, "response", None)
     status = getattr(response, "status_code", None)
     if status == _TOO_MANY_REQUESTS:
-        return too_many_requests(hub, response.headers)
+        return too_many_requests(hub, response)
     if status == _UNAUTHORIZED:
         return f"{hub} does not accept the token; renew HF_TOKEN, or unset it for public models"
     if status == _FORBIDDEN:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.fake_hub import FakeHub, FakeRepo, fake_hub
+from tests.fake_hub import FakeHub, FakeRepo, digest, fake_hub
 from tests.unit.worker.test_model_download import fetch
 
 FILES = {"config.json": b"{}", "tokenizer.json": b'{"version": "1.0"}', "model.safetensors": b"weights"}
@@ -51,6 +51,23 @@ LIES: dict[str, tuple[str, tuple[int, bytes | None, dict[str, str]], str]] = {
         r"127\.0\.0\.1 limits how often it is asked: try again in 86400 s, or set HF_TOKEN for a higher limit",
     ),
     "limit of files": ("config.json", (429, b"", {"Retry-After": "61"}), "try again in 61 s, or set HF_TOKEN"),
+    "limit of resolvers": (
+        "config.json",
+        (429, b"", {"RateLimit": '"resolvers";r=0;t=86400'}),
+        "limits how often it is asked: try again in 86400 s, or set HF_TOKEN",
+    ),
+    "longer of two limits": (
+        "info",
+        (429, b"", {"RateLimit": '"api";r=0;t=86400', "Retry-After": "1"}),
+        "limits how often it is asked: try again in 86400 s, or set HF_TOKEN",
+    ),
+    "long limit": ("info", (429, b"", {"Retry-After": "9" * 5000}), "try again in 1000000000 s, or set HF_TOKEN"),
+    "unavailable": (
+        "config.json",
+        (503, b"", {"Retry-After": "86400"}),
+        r"127\.0\.0\.1 answers with status 503: try again in 86400 s",
+    ),
+    "timeout": ("config.json", (408, b"", {"Retry-After": "86400"}), "answers with status 408: try again in 86400 s"),
     "token": (
         "info",
         (401, b"", {"X-Error-Message": "Invalid credentials in Authorization header"}),
@@ -98,6 +115,25 @@ def test_file_is_named_after_its_digest_whatever_the_header_says(hub: FakeHub, t
     [(line, files)] = fetch(tmp_path / "other", hub.endpoint, "org/tiny")
     assert "127.0.0.1 sends the ETag '../../../../outside', which cannot be a file's name; check HF_ENDPOINT" in line
     assert {path.name for path in tmp_path.iterdir()} == {"home", "other"}
+    # The library strips letters of the ETag alone. No file can be made in /proc.
+    for header, value in (("ETag", "W.."), ("X-Repo-Commit", "/proc")):
+        for name, content in FILES.items():
+            headers = {"ETag": f'"{digest(name, content)}"', "X-Repo-Commit": str(commit), header: value}
+            hub.lies["org/tiny", name] = (200, content, headers)
+        [(line, files)] = fetch(tmp_path / "third", hub.endpoint, "org/tiny")
+        named = value.removeprefix("W")
+        assert f"127.0.0.1 sends the {header} {named!r}, which cannot be a file's name; check HF_ENDPOINT" in line
+
+
+def test_rate_limit_of_an_answer_with_the_file_is_no_error(hub: FakeHub, tmp_path: Path) -> None:
+    hub.repos["org/tiny"] = FakeRepo({"main": FILES})
+    content = FILES["config.json"]
+    for status, headers in ((200, {}), (302, {"Location": f"{hub.endpoint}/org/other/resolve/main/config.json"})):
+        limit = {"RateLimit": '"resolvers";r=0;t=86400'}
+        hub.lies["org/tiny", "config.json"] = (status, content if status == 200 else b"", {**headers, **limit})
+        hub.repos["org/other"] = FakeRepo({"main": FILES})
+        [(folder, files)] = fetch(tmp_path / str(status), hub.endpoint, "org/tiny")
+        assert set(files) == FILES.keys(), folder
 
 
 def test_token_is_not_sent_to_another_host(hub: FakeHub, tmp_path: Path) -> None:
