@@ -88,12 +88,22 @@ def download_files(model: HubModel, commit: str, files: Sequence[HubFile], blobs
 
 
 def _link(blob: Path, pointer: Path) -> None:
-    """Makes `pointer` name a content, by the library's means: it copies where the file system has no links."""
+    """Makes `pointer` name a content, by the library's means: it copies where the file system has no links.
+
+    A copy gets its name when it is whole. One of another size, which an older version cut, is replaced.
+    """
     from huggingface_hub.file_download import _create_symlink  # noqa: PLC0415
 
-    if not pointer.exists():
-        pointer.parent.mkdir(parents=True, exist_ok=True)
-        _create_symlink(str(blob), str(pointer))
+    if pointer.exists() and pointer.stat().st_size == blob.stat().st_size:
+        return
+    pointer.parent.mkdir(parents=True, exist_ok=True)
+    # Beside the pointer, because links are relative.
+    own = pointer.with_name(f".{uuid4().hex}{PARTIAL}")
+    try:
+        _create_symlink(str(blob), str(own))
+        own.replace(pointer)
+    finally:
+        own.unlink(missing_ok=True)
 
 
 def _download(model: HubModel, commit: str, file: HubFile, blobs: Path) -> None:

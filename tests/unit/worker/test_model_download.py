@@ -74,6 +74,16 @@ import contextlib, huggingface_hub.utils
 huggingface_hub.utils.WeakFileLock = lambda path: contextlib.nullcontext()
 """
 
+# A kill in the middle of a copy.
+KILLED_COPY = """
+import os, shutil
+def copyfile(source, target):
+    with open(source, "rb") as whole, open(target, "wb") as cut:
+        cut.write(whole.read(1))
+    os._exit(9)
+shutil.copyfile = copyfile
+"""
+
 
 @pytest.fixture
 def hub() -> Iterator[FakeHub]:
@@ -218,6 +228,24 @@ def test_killed_download_continues_in_the_next_process(hub: FakeHub, part: Path,
     assert (Path(folder) / "model.safetensors").read_bytes() == LARGE
     assert [each for each in hub.ranges if each] == [f"bytes={CHUNK}-"]
     assert not part.exists()
+
+
+def test_copy_cut_by_a_kill_is_replaced_where_links_are_disabled(hub: FakeHub, tmp_path: Path) -> None:
+    with start(tmp_path, hub.endpoint, "org/tiny", program=KILLED_COPY + PROGRAM, HF_HUB_DISABLE_SYMLINKS="1") as cut:
+        try:
+            assert cut.wait(60) == 9
+        finally:
+            cut.kill()
+    [left] = [path for path in tmp_path.glob("hub/models--*/snapshots/*/**/*") if path.is_file()]
+    assert left.suffix == ".incomplete"
+    [(folder, files)] = fetch(tmp_path, hub.endpoint, "org/tiny", HF_HUB_DISABLE_SYMLINKS="1")
+    assert set(files) == {*WANTED, left.name}, folder
+    # Older versions copied to the file itself.
+    weights = Path(folder) / "model.safetensors"
+    assert not weights.is_symlink()
+    weights.write_bytes(b"we")
+    fetch(tmp_path, hub.endpoint, "org/tiny", HF_HUB_DISABLE_SYMLINKS="1")
+    assert {name: (Path(folder) / name).read_bytes() for name in WANTED} == {name: FILES[name] for name in WANTED}
 
 
 @pytest.mark.parametrize(
