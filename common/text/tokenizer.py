@@ -43,8 +43,9 @@ TOKENIZER_FILES: Final = (
 )
 # Folder of named chat templates, each in a separate file.
 TEMPLATE_FOLDER: Final = "additional_chat_templates"
-# A text that replaces another one, in a normalizer or decoder; each can make a text longer by its length.
-_CONTENT: Final = re.compile(r'"content": "((?:[^"\\]|\\.)*)"')
+# What makes a text longer in a normalizer or decoder: texts that replace others; other steps, and how many times.
+_CONTENT: Final = re.compile(r'(?:"pattern": {"String": "([^"\\]+)"}, )?"content": "((?:[^"\\]|\\.)*)"')
+_GROWTH: Final = {"NF": 18, "precompiled_charsmap": 18, "Lowercase": 2, "ByteLevel": 4, "BertNormalizer": 24}
 _TEMPLATE_FILE: Final = re.compile(rf"{TEMPLATE_FOLDER}/[^/\0]{{1,128}}\.jinja")
 NAMED_TOKENS: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 # Noncharacters are reserved by Unicode for use inside a program, so no text has them.
@@ -406,8 +407,7 @@ class Tokenizer:
     def _inner_ids(self, tokenizer: tokenizers.Tokenizer, text: str) -> list[int]:
         """Encodes text that continues other text, without the space that SentencePiece puts in front of a text."""
         ids = self._ids(tokenizer, "\n" + text)
-        size = len(self._newline)
-        return ids[size:] if ids[:size] == self._newline else self._ids(tokenizer, text)
+        return ids[len(self._newline) :] if ids[: len(self._newline)] == self._newline else self._ids(tokenizer, text)
 
     @staticmethod
     def _ids(tokenizer: tokenizers.Tokenizer, text: str) -> list[int]:
@@ -436,10 +436,10 @@ def _read(files: Mapping[str, bytes]) -> TokenizerParts:
     config, settings = read_json(files, "config.json"), read_json(files, "tokenizer_config.json")
     content = read_json(files, "tokenizer.json")
     for part in ("normalizer", "decoder"):
-        if prod(1 + len(each) for each in _CONTENT.findall(json.dumps(content.get(part), ensure_ascii=False))) > 4096:
-            raise TokenizerError(
-                f"tokenizer.json: its {part} makes texts too long; at most 4096 times as long is valid"
-            )
+        steps = json.dumps(content.get(part), ensure_ascii=False)
+        growth = [-(-len(new) // len(old)) or 1 if old else 1 + len(new) for old, new in _CONTENT.findall(steps)]
+        if prod(growth) * prod(_GROWTH.get(word, 1) for word in re.findall(r'"(NF|\w+)', steps)) > 4096:
+            raise TokenizerError(f"tokenizer.json: its {part} makes texts too long; at most 4096 times is valid")
     try:
         return read_tokenizer(known, config, settings)
     # transformers and its libraries raise exceptions of any kind.

@@ -323,16 +323,47 @@ def test_huge_token_id_is_refused_at_once() -> None:
         Tokenizer.from_files(files() | {"tokenizer.json": json.dumps(content).encode()})
 
 
-@pytest.mark.parametrize("part", ["normalizer", "decoder"])
-def test_texts_that_grow_without_bound_are_refused(part: str) -> None:
-    """Former fault: six of these made a text of one letter too long for any memory."""
-    broken = files()
-    content = json.loads(broken["tokenizer.json"])
-    steps = [{"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 1000}] * 6
+def replacement(old: dict[str, str], new: str) -> dict[str, Any]:
+    return {"type": "Replace", "pattern": old, "content": new}
+
+
+def with_steps(part: str, steps: list[dict[str, Any]]) -> dict[str, bytes]:
+    content = json.loads(files()["tokenizer.json"])
     content[part] = {"type": "Sequence", f"{part}s": steps}
-    broken["tokenizer.json"] = json.dumps(content).encode()
+    return files() | {"tokenizer.json": json.dumps(content).encode()}
+
+
+@pytest.mark.parametrize("part", ["normalizer", "decoder"])
+@pytest.mark.parametrize(
+    "steps",
+    [
+        # Former fault: these made a text of one letter too long for any memory.
+        [replacement({"String": "a"}, "a" * 1000)] * 6,
+        [replacement({"Regex": "a"}, "a")] * 13,
+        [replacement({"String": "aa"}, "aaa")] * 13,
+        # Six characters in JSON, one in a text.
+        [replacement({"String": "\x01"}, "\x01" * 6)] * 5,
+        # In another order, and with a pattern that is none.
+        [{"other": {"String": "a" * 1000}, "content": "a" * 1000, "pattern": {"String": "a"}, "type": "Replace"}] * 2,
+        [{"type": "Replace", "pattern": {"Regex": "a"}, "other": {"String": "aa"}, "content": "aa"}] * 8,
+    ],
+)
+def test_texts_that_grow_without_bound_are_refused(part: str, steps: list[dict[str, Any]]) -> None:
     with pytest.raises(TokenizerError, match=f"its {part} makes texts too long; at most 4096 times"):
-        Tokenizer.from_files(broken)
+        Tokenizer.from_files(with_steps(part, steps))
+
+
+def test_steps_that_grow_each_other_are_refused() -> None:
+    """U+FDFA is 18 characters in NFKC, three of them blanks."""
+    with pytest.raises(TokenizerError, match="its normalizer makes texts too long"):
+        Tokenizer.from_files(with_steps("normalizer", [replacement({"String": " "}, "\ufdfa"), {"type": "NFKC"}] * 3))
+
+
+def test_replacements_that_keep_the_length_are_no_growth() -> None:
+    """Former fault: thirteen of one character by one were refused."""
+    steps = [replacement({"String": chr(blank)}, " ") for blank in (0xA0, *range(0x2000, 0x200B), 0x202F)]
+    tokenizer = Tokenizer.from_files(with_steps("normalizer", [{"type": "NFKC"}, *steps, *steps]))
+    assert tokenizer.encode("a\u2003b\xa0c") == tokenizer.encode("a b c")
 
 
 def test_two_tokens_with_one_id_are_refused() -> None:
