@@ -37,8 +37,8 @@ class GroupedWeight:
         zeros: uint8 [N, G]; None for the middle code, half of 2 ** `bits`.
         offsets: float32 [N, G]; None for zeros; with `factors` int8.
         order: int64 [K]: column k is column order[k] of the model's weight. None if columns are in their order.
-        factors: float16 [N, B, 1 or 2], for each block of 128 columns what its scales and, if there are any, its
-            offsets are multiplied by, which float32 holds exactly. None if scales and offsets are what they are.
+        factors: float16 [N, B, 1 or 2]: each block of 128 columns has a factor of its scales and, with `offsets`, one
+            of its offsets. float32 holds the products exactly. None if scales and offsets have no factor.
 
     Raises:
         ValueError: kernels have no such group, or shapes do not go together.
