@@ -63,7 +63,13 @@ _IQ4: Floats = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38
 _FP4: Floats = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 _FORMS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 # Number of a metadata type -> the key is written with it; else ints are u32, floats f32.
-_KINDS = {"general.alignment": 4, "split.no": 2, "split.count": 2, "split.tensors.count": 5}
+_KINDS = {
+    "general.alignment": 4,
+    "split.no": 2,
+    "split.count": 2,
+    "split.tensors.count": 5,
+    "general.sampling.penalty_last_n": 5,
+}
 
 
 @dataclass

@@ -50,12 +50,10 @@ _SAMPLING: Final = {
 }
 # Entries that change answers, and that the worker does not follow -> values without effect.
 _WITHOUT_EFFECT: Final[Mapping[str, tuple[object, ...]]] = {
-    "general.sampling.sequence": (),
+    "general.sampling.sequence": ("",),
     "general.sampling.mirostat": (0,),
     "general.sampling.xtc_probability": (0,),
-    "general.sampling.penalty_last_n": (-1,),
     "tokenizer.ggml.suppress_tokens": (),
-    "tokenizer.ggml.add_sep_token": (False,),
     "tokenizer.ggml.remove_extra_whitespaces": (False,),
     "tokenizer.ggml.normalizer.lowercase": (False,),
     "tokenizer.ggml.normalizer.strip_accents": (False,),
@@ -191,6 +189,12 @@ def _check_without_effect(model: GgufModel) -> None:
         is_empty = isinstance(value, GgufArray) and not value.num_items
         if value is not None and value not in ignored and not is_empty:
             raise UnreadableFileError(f"{model.path}: {key} is not supported")
+    repeat = model.metadata.get("general.sampling.penalty_repeat", 1)
+    # llama.cpp's default is 64.
+    last = model.metadata.get("general.sampling.penalty_last_n", 64)
+    if repeat != 1 and last != -1:
+        has = f"penalty_repeat {printable(str(_rounded(repeat)))} for the last {printable(str(last))} tokens"
+        raise UnreadableFileError(f"{model.path}: general.sampling has {has}; valid: penalty_last_n -1, all tokens")
 
 
 def _common(entries: _Entries) -> dict[str, Any]:

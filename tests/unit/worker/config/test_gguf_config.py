@@ -92,7 +92,13 @@ REFUSED: list[tuple[str, dict[str, Any], tuple[str, ...], str]] = [
     ("llama", {"/general.sampling.sequence": "kp"}, (), "general.sampling.sequence is not supported"),
     ("llama", {"/general.sampling.xtc_probability": 0.5}, (), "general.sampling.xtc_probability is not supported"),
     ("llama", {"/tokenizer.ggml.suppress_tokens": [3]}, (), "tokenizer.ggml.suppress_tokens is not supported"),
-    ("llama", {"/tokenizer.ggml.add_sep_token": True}, (), "tokenizer.ggml.add_sep_token is not supported"),
+    ("llama", {"/general.sampling.penalty_repeat": 1.1}, (), "penalty_repeat 1.1 for the last 64 tokens; valid: "),
+    (
+        "llama",
+        {"/general.sampling.penalty_repeat": 1.1, "/general.sampling.penalty_last_n": 32},
+        (),
+        "penalty_repeat 1.1 for the last 32 tokens; valid: penalty_last_n -1",
+    ),
     ("llama", {"/tokenizer.ggml.normalizer.lowercase": True}, (), "normalizer.lowercase is not supported"),
     ("llama", {"/tokenizer.ggml.remove_extra_whitespaces": True}, (), "remove_extra_whitespaces is not supported"),
 ]
@@ -111,7 +117,8 @@ def test_setting_that_is_not_served_is_refused_by_name(
 @pytest.mark.parametrize(
     ("architecture", "changes"),
     [
-        ("llama", {"rope.scaling.finetuned": False, "/tokenizer.ggml.add_sep_token": False}),
+        ("llama", {"rope.scaling.finetuned": False, "/tokenizer.ggml.add_sep_token": True}),
+        ("llama", {"/general.sampling.penalty_last_n": 64, "/general.sampling.sequence": ""}),
         ("llama", {"/general.sampling.mirostat": 0, "/general.sampling.mirostat_tau": 5.0}),
         ("granite", GRANITE4),
         ("qwen3_moe", {"expert_gating_func": 0}),
@@ -136,7 +143,8 @@ def test_scale_of_experts_is_one_where_the_file_has_none(
 
 def test_sampling_entries_are_defaults_of_requests(tmp_path: Path, contents: Any) -> None:
     names = {"temp": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.05, "penalty_repeat": 1.1}
-    content = changed(contents("llama"), {f"/general.sampling.{name}": value for name, value in names.items()})
+    entries = names | {"penalty_last_n": -1}
+    content = changed(contents("llama"), {f"/general.sampling.{name}": value for name, value in entries.items()})
     given = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.05, "repetition_penalty": 1.1}
     assert config_of(tmp_path, content).sampling_defaults == model_defaults(given) != model_defaults({})
     # A folder's generation_config.json takes their place.
