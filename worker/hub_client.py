@@ -93,7 +93,7 @@ def _check_answer(response: httpx2.Response) -> None:
 
 def _pause_s(response: Any) -> int:
     """Seconds that the library would wait after an error; 0 if the hub names none, or a date."""
-    from huggingface_hub.utils import parse_ratelimit_headers  # noqa: PLC0415
+    from huggingface_hub.utils import parse_ratelimit_headers  # type: ignore[attr-defined]  # noqa: PLC0415
 
     value = response.headers.get("Retry-After", "").strip()
     pause = float(value) if value.isdecimal() else 0.0
