@@ -94,7 +94,7 @@ class Process:
                 return False
         return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
-    def stop(self, sig: signal.Signals = signal.SIGTERM, timeout: float = 90.0) -> int:
+    def stop(self, sig: signal.Signals = signal.SIGTERM, timeout: float = 240.0) -> int:
         """Sends a signal and returns the exit code."""
         if self.running.poll() is None:
             self.running.send_signal(sig)

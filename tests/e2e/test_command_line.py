@@ -26,7 +26,7 @@ from tests.e2e.service import free_port, small_pool
 
 ROOT = Path(__file__).resolve().parents[2]
 BUF = ROOT / "build" / "buf" / "node_modules" / ".bin" / "buf"
-TIMEOUT_S = 90.0
+TIMEOUT_S = 240.0
 FIGURES = re.compile(
     r"TTFT [\d.]+ ms, [\d.]+ ms per token, (\d+) tokens from \d+ \(\d+ cached\), \w+, request [0-9a-f]{32}"
 )

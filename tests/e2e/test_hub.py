@@ -51,7 +51,7 @@ def start(hub: FakeHub, home: Path, *arguments: str, **environment: str) -> subp
 def fissile(hub: FakeHub, home: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     process = start(hub, home, *arguments, **environment)
     try:
-        out, errors = process.communicate(timeout=90)
+        out, errors = process.communicate(timeout=240)
     finally:
         process.kill()
     return subprocess.CompletedProcess(arguments, process.returncode, out, errors)
@@ -179,7 +179,7 @@ def test_signal_ends_a_download_at_once(
         try:
             wait_until(lambda: len(list(tmp_path.rglob("*.incomplete"))) == len(wanted))
             process.send_signal(number)
-            _, errors = process.communicate(timeout=60)
+            _, errors = process.communicate(timeout=240)
         finally:
             process.kill()
             hub.held.set()

@@ -121,7 +121,7 @@ def test_failed_worker_start_is_one_line_and_exit_code_2(tmp_path: Path) -> None
         "--port",
         "0",
     ]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=90, check=False)
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
     assert run.returncode == 2
     assert run.stdout == ""
     [line] = run.stderr.splitlines()
@@ -138,7 +138,7 @@ def test_failed_worker_start_is_one_line_and_exit_code_2(tmp_path: Path) -> None
 )
 def test_bad_worker_option_is_one_line_and_exit_code_2(folder: Path, arguments: list[str], message: str) -> None:
     command = [sys.executable, "-m", "worker", "--simulate=fixed:2ms", "--model", str(folder), *arguments]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=90, check=False)
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
     assert run.returncode == 2
     [line] = run.stderr.splitlines()
     assert line.startswith("error: ")
@@ -147,4 +147,4 @@ def test_bad_worker_option_is_one_line_and_exit_code_2(folder: Path, arguments: 
 
 def test_simulated_worker_imports_no_torch() -> None:
     code = "import sys, worker.cli.worker; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=90, check=False).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=240, check=False).returncode == 0
