@@ -184,9 +184,11 @@ class _Contents:
         return keys.index(self.view.selected) if self.view.selected in keys else 0
 
     def _sorted(self, table: FrameTable, columns: Sequence[_Column[_Row]], rows: Sequence[_Row]) -> list[_Row]:
+        # Rows that are equal in the chosen column stay in the order of their names.
+        named = sorted(rows, key=columns[0].sort_key)
         if self.view.table is not table:
-            return list(rows)
-        return sorted(rows, key=columns[self.view.column].sort_key, reverse=self.view.is_reversed)
+            return named
+        return sorted(named, key=columns[self.view.column].sort_key, reverse=self.view.is_reversed)
 
     @property
     def _between_s(self) -> float:
