@@ -22,7 +22,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-from common.params.config_parts import MTP
+from common.params.config_parts import DRAFT_MODEL, MTP
 from kernels.cpu.backend import CpuBackend
 from kernels.select import CPU, CPU_BACKENDS
 from tests.checkpoints import ARCHITECTURES
@@ -40,6 +40,9 @@ def check_case(rnd: random.Random, kernels: str, end: float) -> Counter[str]:
     method, architecture = rnd.choice(list(METHODS)), rnd.choice(list(ARCHITECTURES))
     if method == MTP:
         architecture = rnd.choice(WITH_LAYERS)
+    if (method, architecture) == (DRAFT_MODEL, "qwen2"):
+        # The class of its tokenizer adds a token, for which these small vocabularies have no room.
+        architecture = "qwen3"
     form = rnd.choice([name for name in ALL_FORMS if kernels == CPU or name != "int8"])
     size, most, seed = rnd.choice([1, 1, 1, 2]), rnd.randint(1, MOST_DRAFTS), rnd.randrange(2**32)
     case = {"method": method, "architecture": architecture, "form": form, "ranks": size, "drafts": most, "seed": seed}

@@ -263,10 +263,12 @@ class DispatcherMachine(RuleBasedStateMachine):
             deadline = self.waiting.pop(key).deadline
             assert deadline is not None
             assert deadline <= self.now
+        parked = {key: request.parked for key, request in self.waiting.items()}
         for key in self.d.abandon(self.now):
-            gone = self.waiting.pop(key)
-            assert gone.parked is not None
-            assert self.now - gone.parked >= WAIT_S
+            del self.waiting[key]
+            since = parked[key]
+            assert since is not None
+            assert self.now - since >= WAIT_S
         releases = self.d.decide(self.now)
         for worker in self.d.assignment.take_changed_records() & self.up.keys():
             self.said[worker] = self.d.lanes[worker].record()
